@@ -1,0 +1,37 @@
+"""Every error that a user can cause, as a small tree.
+
+A `UserError` is one clear line: what was wrong, the value, what is allowed, what to do. The command line
+prints it and exits with 2, the server answers 400. Anything else that escapes is a bug of ours and raises
+with its traceback.
+"""
+
+
+class QinferError(Exception):
+    """Base of everything that qinfer raises on purpose."""
+
+
+class UserError(QinferError, ValueError):
+    """A mistake in what was asked for; the message is one line for the person who asked.
+
+    `parameter` names the argument at fault, where there is one.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, incomplete or contradicts itself; names the file or the tensor."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """An architecture or a format that qinfer does not run; names those that it does."""
+
+
+class GateError(QinferError):
+    """A quantized checkpoint whose verdict does not allow serving it; the command line exits with 1."""
+
+
+class EngineDeadError(QinferError):
+    """The engine's loop has ended with an error; nothing more will be answered."""

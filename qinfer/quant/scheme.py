@@ -1,0 +1,81 @@
+"""A scheme says which tensors lie in the file, how to make them, what they mean and which op runs them.
+
+Shapes are in PyTorch's order: a weight is [out_features, in_features] = [N, K]. Laws that every scheme is
+tested against: `specs` equals what `quantize` makes; `dequantize(quantize(w))` lies within the format's
+bound; `matmul(x, prepare(t))` is close to `fake_quantize(x) @ dequantize(t).T`; and concatenating q/k/v
+along the output commutes with `quantize` (`fuse`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ActivationFormat(Enum):
+    """What happens to a linear's input before it is multiplied."""
+
+    NONE = "none"
+    INT8_PER_TOKEN = "int8 per token"
+    FP8_PER_TOKEN = "fp8 per token"
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of one tensor in the checkpoint; dtype None means the model's own dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+class Scheme(Protocol):
+    """One numeric format of a linear layer's weight and input; instances are frozen dataclasses."""
+
+    name: ClassVar[str]
+    activations: ClassVar[ActivationFormat]
+
+    @property
+    def label(self) -> str:
+        """Name with its parameters, for reports: 'w4a16 g64 asym'."""
+        ...
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        """Tensors of one linear in the file, by suffix ('weight', 'weight_scale')."""
+        ...
+
+    def quantize(
+        self, weight: Tensor, ranges: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """File tensors of `weight` [N, K]; scales are rounded to `dtype`, the model's, before they are used.
+
+        `ranges` are (low, high), each [N, groups], found by a search; without it the absolute maximum rules.
+        Raises UserError where a shape does not fit; CheckpointError where the weight holds NaN or infinity.
+        """
+        ...
+
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight [N, K] in float32 that the file tensors mean."""
+        ...
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        """What the linear really sees of its input [..., K], in x's dtype."""
+        ...
+
+    def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """File tensors of the shards' weights concatenated along the output."""
+        ...
+
+    def prepare(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+        """File layout -> kernel layout, once, at load; `dtype` is that of the activations to come."""
+        ...
+
+    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+        """x [T, K] -> [T, N] in x's dtype (no bias)."""
+        ...
+
+    def group(self) -> dict[str, Any] | None:
+        """The compressed-tensors scheme (weights, input_activations), or None for dense."""
+        ...
