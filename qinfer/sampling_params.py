@@ -1,0 +1,240 @@
+"""What a request asks of the sampler: vLLM's names, defaults and checks for the fields that exist here.
+
+A `SamplingParams` is checked and normalised once, when it is made: a stop string becomes a list, -1 of
+`seed` and `top_k` becomes "off", a temperature under 1e-5 becomes greedy. What depends on the model (its
+vocabulary, the context, `max_logprobs`) is checked by `Engine.add`. Every refusal is a `UserError` whose
+`parameter` names the field.
+
+Order of effects: `logprobs` report the log-softmax of the model's own logits, before anything below. Then
+allowed ids, bad words, `min_tokens`, `logit_bias`, penalties, temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from enum import Enum
+from typing import Any
+
+from qinfer.errors import UserError
+
+GREEDY_BELOW = 1e-5  # temperatures under this are greedy
+MIN_TEMPERATURE = 1e-2  # others are raised to this: smaller ones overflow in half precision
+MAX_N = 16384
+MAX_COUNT = 2**31 - 1  # token counts and ids; larger ones are mistakes, not wishes
+MAX_SEED = 2**63 - 1
+
+logger = logging.getLogger(__name__)
+
+
+class RequestOutputKind(Enum):
+    """What a stream yields: all text so far, only what is new, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@dataclass
+class SamplingParams:
+    """How to choose a request's tokens and when to stop; raises UserError where a field is out of range."""
+
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # counts the prompt's tokens too
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: off
+    min_p: float = 0.0
+    seed: int | None = None  # None or -1: not reproducible
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16  # None: until the context is full
+    min_tokens: int = 0
+    logprobs: int | None = None  # -1: the whole vocabulary
+    prompt_logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
+    flat_logprobs: bool = False
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int | None = None
+    structured_outputs: Any = None
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    extra_args: Mapping[str, Any] | None = None
+    repetition_detection: Any = None
+
+    def __post_init__(self) -> None:
+        self._refuse_absent()
+        self._normalise()
+        self._check_numbers()
+        self._check_lists()
+        self._settle_temperature()
+
+    @classmethod
+    def from_optional(cls, **values: Any) -> SamplingParams:
+        """Like the constructor, with None meaning a field's default; max_tokens None still means 'no limit'.
+
+        `logit_bias` may have string keys, as JSON has, and is clamped to [-100, 100].
+        """
+        given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
+        if "logit_bias" in given:
+            given["logit_bias"] = _bias_from_json(given["logit_bias"])
+        return cls(**given)
+
+    def clone(self) -> SamplingParams:
+        """An independent copy."""
+        return copy.deepcopy(self)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether each token is the one with the largest logit."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop`, normalised."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def _refuse_absent(self) -> None:
+        absent = ("logprob_token_ids", "structured_outputs", "extra_args", "repetition_detection")
+        for name in absent:
+            if getattr(self, name) is not None:
+                raise NotImplementedError(f"qinfer does not have SamplingParams({name}=...)")
+        if self.flat_logprobs:
+            raise NotImplementedError("qinfer does not have SamplingParams(flat_logprobs=True)")
+
+    def _normalise(self) -> None:
+        self.stop = _list(self.stop, "stop", str)
+        self.stop_token_ids = list(dict.fromkeys(_list(self.stop_token_ids, "stop_token_ids", int)))
+        self.bad_words = _list(self.bad_words, "bad_words", str)
+        if self.allowed_token_ids is not None:
+            self.allowed_token_ids = list(
+                dict.fromkeys(_list(self.allowed_token_ids, "allowed_token_ids", int))
+            )
+        if self.seed == -1:
+            self.seed = None
+        if self.top_k == -1:
+            self.top_k = 0
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if isinstance(value, bool):
+                setattr(self, name, 1 if value else None)
+
+    def _check_numbers(self) -> None:
+        _whole("n", self.n, 1, MAX_N)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _real(name, getattr(self, name), -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _real("temperature", self.temperature, 0.0, 2.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _whole("top_k", self.top_k, 0, MAX_COUNT)
+        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        if self.seed is not None:
+            _whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.stream_interval is not None:
+            _whole("stream_interval", self.stream_interval, 1, MAX_COUNT)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), -1, MAX_COUNT)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
+            if self.min_tokens > self.max_tokens:
+                raise UserError(
+                    f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", "min_tokens"
+                )
+
+    def _check_lists(self) -> None:
+        for name in ("stop", "bad_words"):
+            for text in getattr(self, name):
+                _check_text(name, text)
+        if self.stop and not self.detokenize:
+            raise UserError("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _whole(name, token, 0, MAX_COUNT)
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UserError(
+                "allowed_token_ids is empty: no token could be chosen; use None", "allowed_token_ids"
+            )
+        for token, bias in (self.logit_bias or {}).items():
+            _whole("logit_bias", token, 0, MAX_COUNT)
+            _real("logit_bias", bias, -math.inf, math.inf)
+
+    def _settle_temperature(self) -> None:
+        if self.greedy:
+            if self.n > 1:
+                raise UserError(
+                    f"n is {self.n} with temperature 0: the answers would be the same; raise temperature", "n"
+                )
+            self.temperature, self.top_p, self.top_k, self.min_p = 0.0, 1.0, 0, 0.0
+        elif self.temperature < MIN_TEMPERATURE:
+            logger.warning("temperature %g is raised to %g", self.temperature, MIN_TEMPERATURE)
+            self.temperature = MIN_TEMPERATURE
+
+
+FIELD_NAMES: frozenset[str] = frozenset(field.name for field in fields(SamplingParams))
+
+
+def _list(value: Any, name: str, kind: type) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, kind) and not isinstance(value, bool):
+        value = [value]
+    if not isinstance(value, Sequence | set | frozenset) or isinstance(value, str | bytes):
+        raise UserError(f"{name} must be a list of {kind.__name__}, not {value!r:.100}", name)
+    for entry in value:
+        if not isinstance(entry, kind) or isinstance(entry, bool):
+            raise UserError(f"{name} must hold {kind.__name__} only, not {entry!r:.100}", name)
+    return list(value)
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"{name} must be a whole number, not {value!r:.100}", name)
+    if not low <= value <= high:
+        raise UserError(f"{name} must lie in [{low}, {high}], not {value}", name)
+
+
+def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UserError(f"{name} must be a number, not {value!r:.100}", name)
+    inside = (low < value if open_low else low <= value) and value <= high
+    if not (inside and math.isfinite(value)):
+        bracket = "(" if open_low else "["
+        raise UserError(f"{name} must be finite and lie in {bracket}{low:g}, {high:g}], not {value}", name)
+
+
+def _check_text(name: str, text: str) -> None:
+    if not text:
+        raise UserError(f"{name} holds an empty string; leave it out", name)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} holds text that is not valid Unicode: {text!r:.100}", name) from None
+
+
+def _bias_from_json(bias: Mapping[Any, float]) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise UserError(f"logit_bias must map token ids to numbers, not {bias!r:.100}", "logit_bias")
+    clamped = {}
+    for key, value in bias.items():
+        try:
+            token = int(key)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"logit_bias has the key {key!r:.100}, which is no token id", "logit_bias"
+            ) from None
+        _real("logit_bias", value, -math.inf, math.inf)
+        clamped[token] = min(100.0, max(-100.0, float(value)))
+    return clamped
