@@ -68,7 +68,9 @@ class Scheme(Protocol):
         """File tensors of the shards' weights concatenated along the output."""
         ...
 
-    def prepare(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
+    def prepare(
+        self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
         """File layout -> kernel layout, once, at load; `dtype` is that of the activations to come."""
         ...
 

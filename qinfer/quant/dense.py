@@ -1,0 +1,55 @@
+"""`dense`: the weight as it is in the model's own dtype; the scheme of everything that is not quantized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from qinfer import ops
+from qinfer.quant.rounding import Ranges, finite_float32
+from qinfer.quant.scheme import ActivationFormat, TensorSpec
+
+
+@dataclass(frozen=True)
+class Dense:
+    """No quantization: `weight` [N, K] in the model's dtype."""
+
+    name: ClassVar[str] = "dense"
+    activations: ClassVar[ActivationFormat] = ActivationFormat.NONE
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        return {"weight": TensorSpec((out_features, in_features), None)}
+
+    def quantize(
+        self, weight: Tensor, ranges: Ranges | None = None, *, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        assert ranges is None, "a dense weight has no range to choose"
+        return {"weight": finite_float32(weight).to(dtype)}
+
+    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        return tensors["weight"].float()
+
+    def fake_quantize(self, x: Tensor) -> Tensor:
+        return x
+
+    def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {"weight": torch.cat([shard["weight"] for shard in shards])}
+
+    def prepare(
+        self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        return {"weight": tensors["weight"].to(device, dtype)}
+
+    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+        return ops.dense(x, prepared["weight"])
+
+    def group(self) -> dict[str, Any] | None:
+        return None
