@@ -4,11 +4,13 @@ import dataclasses
 import logging
 
 import pytest
+import torch
 
 from qinfer.config import ModelConfig, RopeConfig
 from qinfer.engine import memory
 from qinfer.engine.memory import Demand, Ledger, Pages, WeightFormat
 from qinfer.errors import UserError
+from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8
 
 GIB = memory.GIB
 
@@ -177,3 +179,23 @@ def test_activations_follow_the_larger_of_layers_and_logits():
     assert few_rows == 64 * 49152 * 20
     many_rows = memory.activation_bytes(LLAMA_31_8B, 8192, 256, 2)
     assert many_rows == 8192 * (3 * 4096 + 3 * 14336) * 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("rows", "columns"), [(192, 576), (1, 32), (13, 96), (1536, 128)])
+@pytest.mark.parametrize(
+    ("weight_format", "scheme"),
+    [
+        (WeightFormat("dense"), Dense()),
+        (WeightFormat("w8a8-int8"), W8A8Int8()),
+        (WeightFormat("w8a16-int8"), W8A16Int8()),
+        (WeightFormat("w8a8-fp8"), W8A8Fp8()),
+        (WeightFormat("w4a16", 32, True), W4A16(32, True)),
+        (WeightFormat("w4a16", 32, False), W4A16(32, False)),
+    ],
+)
+def test_linear_bytes_are_those_of_the_tensors_in_the_file(weight_format, scheme, rows, columns, dtype):
+    torch_dtype = getattr(torch, dtype)
+    tensors = scheme.quantize(torch.randn(rows, columns), dtype=torch_dtype)
+    written = sum(tensor.nbytes for tensor in tensors.values())
+    assert memory.linear_bytes(weight_format, rows, columns, memory.ITEM_BYTES[dtype]) == written
