@@ -9,12 +9,70 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qinfer.kernels import activation as _activation
+from qinfer.kernels import attention as _attention
 from qinfer.kernels import dense as _dense
+from qinfer.kernels import kv_format as _kv_format
+from qinfer.kernels import norm as _norm
+from qinfer.kernels import paged_attention as _paged_attention
 from qinfer.kernels import quantize_per_token as _quantize_per_token
+from qinfer.kernels import rope as _rope
+from qinfer.kernels import sampling as _sampling
 from qinfer.kernels import w4a16 as _w4a16
 from qinfer.kernels import w8a8_fp8 as _w8a8_fp8
 from qinfer.kernels import w8a8_int8 as _w8a8_int8
 from qinfer.kernels import w8a16_int8 as _w8a16_int8
+from qinfer.kernels import write_kv as _write_kv
+from qinfer.kernels.kv_format import KVPages as KVPages
+from qinfer.kernels.paged_attention import Geometry as Geometry
+from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
+from qinfer.kernels.paged_attention import RowGroup as RowGroup
+
+# --- model: norms, rotation, activations, attention without a cache -------------------------------------
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, multiplier: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """(RMS norm of the new residual, the new residual = residual + multiplier * x); all [T, H]."""
+    return _norm.add_rms_norm(x, residual, weight, eps, offset, multiplier)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    num_sequences: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Causal attention of equally long sequences: q [B*T, Hq, D], k and v [B*T, Hkv, D] -> [B*T, Hq, D]."""
+    return _attention.attention(
+        q, k, v, num_sequences=num_sequences, scale=scale, window=window, softcap=softcap
+    )
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up: [T, 2 I] -> [T, I]."""
+    return _activation.gelu_mul(gate_up)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+    """RMS norm over the last dimension, times (offset + weight): [..., H] -> [..., H]."""
+    return _norm.rms_norm(x, weight, eps, offset)
+
+
+def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of heads [T, N, D] by cos and signed sin [T, R]; returns a new [T, N, D]."""
+    return _rope.rope(heads, cos, sin)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up: [T, 2 I] -> [T, I]."""
+    return _activation.silu_mul(gate_up)
+
 
 # --- quant: products with quantized weights ----------------------------------------------------------------
 
@@ -67,3 +125,55 @@ def pack_w4a16(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]
 def w4a16(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
     """x [T, K] times the 4-bit weight that `pack_w4a16` made ready -> [T, N] in x's dtype."""
     return _w4a16.w4a16(x, weight, scale, zero)
+
+
+# --- engine: the paged cache and sampling ------------------------------------------------------------------
+
+
+def write_kv(k: Tensor, v: Tensor, pages: KVPages, slots: Tensor) -> None:
+    """Stores k, v [T, Hkv, D] at slots [T] int64 (page * PAGE + offset) of a layer's pages, in place."""
+    _write_kv.write_kv(k, v, pages, slots)
+
+
+def group_rows(batch: PagedBatch, geometry: Geometry) -> tuple[RowGroup, ...]:
+    """How `paged_attention` will read a step's pages; once per step for all layers of equal geometry."""
+    return _paged_attention.group_rows(batch, geometry)
+
+
+def paged_attention(
+    q: Tensor, pages: KVPages, groups: tuple[RowGroup, ...], *, scale: float, softcap: float | None
+) -> Tensor:
+    """q [T, Hq, D] attends to its own sequence's pages up to itself -> [T, Hq, D] in q's dtype."""
+    return _paged_attention.paged_attention(q, pages, groups, scale=scale, softcap=softcap)
+
+
+def token_counts(ids: Tensor, vocab_size: int) -> Tensor:
+    """ids [R, L] int64, padded with vocab_size -> how often each token occurs, [R, V] float32."""
+    return _sampling.token_counts(ids, vocab_size)
+
+
+def apply_penalties(
+    logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    """logits, seen (bool), counts [R, V]; penalties [R] -> logits [R, V]."""
+    return _sampling.apply_penalties(logits, seen, counts, repetition, frequency, presence)
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """logits [R, V], limits [R] -> logits with -inf for what min_p, top_k and top_p leave out."""
+    return _sampling.filter_logits(logits, top_k, top_p, min_p)
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row of logits [R, V], decided by uniform [R] float64 in [0, 1) -> [R] int64."""
+    return _sampling.draw(logits, uniform)
+
+
+def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-softmax of logits [R, V] at ids [R], ranks from 1, the num_top largest and their ids."""
+    return _sampling.token_logprobs(logits, ids, num_top)
+
+
+def kv_dtype(name: str) -> torch.dtype:
+    """The stored dtype that a resolved kv_cache_dtype names ("fp8": e4m3)."""
+    return _kv_format.DTYPES[name]
