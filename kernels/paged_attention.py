@@ -60,7 +60,7 @@ class Geometry(NamedTuple):
 
 
 def group_rows(batch: PagedBatch, geometry: Geometry) -> tuple[RowGroup, ...]:
-    """Cuts a step's rows into groups, once for all layers of equal geometry (window in tokens, None: no limit)."""
+    """Cuts a step's rows into groups, once for all layers of equal geometry (window None: no limit)."""
     lens = batch.seq_lens.tolist()
     starts = batch.query_starts.tolist()
     decode = [b for b in range(len(lens)) if starts[b + 1] - starts[b] == 1]

@@ -1,4 +1,4 @@
-"""From logits to token ids, on tensors, one row per sequence: penalties, filters, one draw, log-probabilities.
+"""From logits to token ids, one row per sequence: penalties, filters, one draw, log-probabilities.
 
 A draw inverts the cumulative distribution at one uniform number per row. The caller makes that number from
 (seed, position), so a row's token depends on nothing else in its batch, on no generator's state and on no
@@ -74,7 +74,7 @@ def _nucleus_limit(logits: Tensor, top_p: Tensor, candidates: int = NUCLEUS_CAND
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of logits [R, V] by inverting its distribution at uniform [R] in [0, 1) -> [R] int64."""
+    """One token per row of logits [R, V]: its distribution inverted at uniform [R] in [0, 1) -> [R] int64."""
     mass = logits.softmax(1).cumsum(1, dtype=torch.float64)
     total = mass[:, -1:]
     # the product may round up to the total, where no token would be left

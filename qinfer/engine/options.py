@@ -84,8 +84,8 @@ def settle_limits(options: EngineOptions, context: int, *, on_gpu: bool) -> Step
     if batched < seqs:
         if options.max_num_seqs is not None:
             raise UserError(
-                f"max_num_batched_tokens {batched} is below max_num_seqs {seqs}: every running sequence needs "
-                "one token per step; raise the one or lower the other",
+                f"max_num_batched_tokens {batched} is below max_num_seqs {seqs}: every running "
+                "sequence needs one token per step; raise the one or lower the other",
                 "max_num_batched_tokens",
             )
         seqs = batched
