@@ -1,0 +1,254 @@
+"""The decoder: one definition for all families, which `ModelConfig` tells apart.
+
+Tokens of all sequences of a step lie in one row of length T; nothing here knows where a sequence begins. That
+is the business of `attend`, which the caller passes in: the engine's goes through its pages, calibration's
+sees whole sequences. Hidden states are [T, H] in the decoder's dtype, logits float32.
+
+Parameters begin as NaN and are filled from the file, and one that holds NaN afterwards is named in an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from qinfer import ops
+from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.names import (
+    Shape,
+    global_tensors,
+    layer_groups,
+    layer_modules,
+    layer_prefix,
+    layer_tensors,
+)
+from qinfer.config import ModelConfig
+from qinfer.errors import CheckpointError
+from qinfer.model.linear import FileTensors, Linear
+from qinfer.model.parts import Attend, Attention, Mlp, Tap
+from qinfer.model.rotary import Rope, RotaryEmbedding
+
+_CPU = torch.device("cpu")
+
+
+class Layer:
+    """Attention and MLP around the residual stream; `build` makes one from tensors as they lie in a file."""
+
+    def __init__(
+        self, config: ModelConfig, attention: Attention, mlp: Mlp, norms: Mapping[str, Tensor]
+    ) -> None:
+        self.config = config
+        self.attention = attention
+        self.mlp = mlp
+        self.input_norm = norms["input_layernorm.weight"]
+        if config.sandwich_norms:
+            self.attention_out_norm: Tensor | None = norms["post_attention_layernorm.weight"]
+            self.mlp_norm = norms["pre_feedforward_layernorm.weight"]
+            self.mlp_out_norm: Tensor | None = norms["post_feedforward_layernorm.weight"]
+        else:  # here "post_attention" means before the MLP
+            self.attention_out_norm = self.mlp_out_norm = None
+            self.mlp_norm = norms["post_attention_layernorm.weight"]
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        index: int,
+        linears: Mapping[str, FileTensors],
+        others: Mapping[str, Tensor],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Layer:
+        """Makes layer `index`, fusing q/k/v and gate/up of equal scheme.
+
+        `linears`: relative module name ("self_attn.q_proj") -> (scheme, file tensors). `others`: relative
+        names of norms and biases ("input_layernorm.weight", "self_attn.q_proj.bias"). One missing: KeyError.
+        """
+        others = {name: tensor.to(device, dtype) for name, tensor in others.items()}
+        groups = {
+            group.name: Linear(
+                [linears[module] for module in group.modules],
+                _joined_bias(group.modules, others),
+                device=device,
+                dtype=dtype,
+            )
+            for group in layer_groups(config)
+        }
+        attention = Attention(config, index, groups["qkv"], groups["o"], others)
+        return cls(config, attention, Mlp(config, groups["gate_up"], groups["down"]), others)
+
+    def __call__(self, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
+        """The residual stream before the layer -> after it, [T, H]."""
+        config = self.config
+        eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
+        x = ops.rms_norm(hidden, self.input_norm, eps, offset=offset)
+        x = self.attention(x, rope, attend, tap)
+        if self.attention_out_norm is not None:
+            x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
+        x, hidden = ops.add_rms_norm(x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier)
+        x = self.mlp(x, tap)
+        if self.mlp_out_norm is not None:
+            x = ops.rms_norm(x, self.mlp_out_norm, eps, offset=offset)
+        return torch.add(hidden, x, alpha=multiplier)
+
+
+class Decoder:
+    """Embedding, layers, final norm and head; callers wrap it in `torch.inference_mode`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        layers: Sequence[Layer],
+        norm: Tensor,
+        head: Linear | None,
+    ) -> None:
+        """`embedding` [V, H] and `norm` [H] are on the device, in the dtype of the activations.
+
+        `head` None means that the embedding is the head too (tied; nothing is copied).
+        """
+        self.config = config
+        self.embedding = embedding
+        self.layers = list(layers)
+        self.norm = norm
+        self.head = head
+        self.device = embedding.device
+        self.dtype = embedding.dtype
+        # Gemma's root of H was rounded to the model's dtype in training, and is so here
+        self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
+        self.set_context_len(config.max_position_embeddings)
+
+    def set_context_len(self, context_len: int) -> None:
+        """Settles the longest sequence to come, in tokens; longrope and dynamic scaling turn by it.
+
+        Before the first step, or with an empty cache: keys turned otherwise would no longer fit.
+        """
+        config = self.config
+        self._rotary = RotaryEmbedding(config.rope, context_len, self.device)
+        self._local_rotary = (
+            RotaryEmbedding(config.local_rope, context_len, self.device) if config.local_rope else None
+        )
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """token_ids [T] -> hidden states [T, H]."""
+        hidden = F.embedding(token_ids, self.embedding)
+        return hidden if self._multiplier == 1.0 else hidden * self._multiplier
+
+    def rope(self, positions: Tensor) -> Rope:
+        """The rotations of one step, for all its layers; positions [T]."""
+        full = self._rotary(positions, self.dtype)
+        return Rope(full, self._local_rotary(positions, self.dtype) if self._local_rotary else full)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """token_ids and positions [T] -> hidden states after the final norm [T, H]."""
+        hidden = self.embed(token_ids)
+        rope = self.rope(positions)
+        for layer in self.layers:
+            hidden = layer(hidden, rope, attend)
+        return self.final_norm(hidden)
+
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """The norm before the head, [T, H] -> [T, H]."""
+        config = self.config
+        return ops.rms_norm(hidden, self.norm, config.rms_norm_eps, offset=config.norm_offset)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed hidden states [rows, H] -> [rows, V] float32."""
+        config = self.config
+        raw = F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)
+        logits = raw.float()
+        if config.logits_divisor != 1.0:
+            logits = logits / config.logits_divisor
+        if config.logits_softcap is not None:
+            logits = torch.tanh(logits / config.logits_softcap) * config.logits_softcap
+        return logits
+
+
+def _joined_bias(modules: Sequence[str], others: Mapping[str, Tensor]) -> Tensor | None:
+    names = [f"{module}.bias" for module in modules]
+    if not any(name in others for name in names):
+        return None
+    return torch.cat([others[name] for name in names])
+
+
+def load_decoder(
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device = _CPU,
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+) -> Decoder:
+    """Reads the whole model; `dtype` of activations and unquantized weights, the checkpoint's when None.
+
+    Raises CheckpointError naming a tensor that is missing, of the wrong shape, or holds NaN.
+    """
+    config = checkpoint.config
+    dtype = dtype or getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    embedding_name, norm_name = (f"{config.tensor_prefix}{x}.weight" for x in ("embed_tokens", "norm"))
+    shapes = global_tensors(config)
+    ends = _filled(checkpoint, {name: shapes[name] for name in (embedding_name, norm_name)}, device, dtype)
+    head = None
+    if not config.tie_word_embeddings:
+        head = Linear([_linear(checkpoint, "lm_head")], device=device, dtype=dtype)
+    indices: Iterable[int] = range(config.num_layers)
+    if progress:
+        indices = tqdm(indices, desc="loading", unit="layer")
+    layers = [load_layer(checkpoint, i, device=device, dtype=dtype) for i in indices]
+    return Decoder(config, ends[embedding_name], layers, ends[norm_name], head)
+
+
+def load_layer(checkpoint: Checkpoint, index: int, *, device: torch.device, dtype: torch.dtype) -> Layer:
+    """Reads one layer; raises like `load_decoder`."""
+    config = checkpoint.config
+    prefix = layer_prefix(config, index)
+    modules = layer_modules(config)
+    weights = {f"{prefix}{module}.weight" for module in modules}
+    shapes = {n: shape for n, shape in layer_tensors(config, index).items() if n not in weights}
+    others = _filled(checkpoint, shapes, device, dtype)
+    return Layer.build(
+        config,
+        index,
+        {module: _linear(checkpoint, prefix + module) for module in modules},
+        {name.removeprefix(prefix): tensor for name, tensor in others.items()},
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _filled(
+    checkpoint: Checkpoint, shapes: Mapping[str, Shape], device: torch.device, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parameters of these names and shapes, NaN until the file's tensors are copied in."""
+    parameters = {
+        name: torch.full(shape, math.nan, device=device, dtype=dtype) for name, shape in shapes.items()
+    }
+    for name, parameter in parameters.items():
+        tensor = checkpoint.tensor(name)
+        if tensor.shape != parameter.shape:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} has shape {list(tensor.shape)}, not {list(parameter.shape)}"
+            )
+        parameter.copy_(tensor)
+    _refuse_nan(checkpoint, parameters)
+    return parameters
+
+
+def _linear(checkpoint: Checkpoint, module: str) -> FileTensors:
+    """A linear's scheme and file tensors, whose presence and shapes the checkpoint has checked."""
+    tensors = checkpoint.module(module)
+    _refuse_nan(checkpoint, {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+    return checkpoint.scheme(module), tensors
+
+
+def _refuse_nan(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+        if tensor.is_floating_point() and bool(values.isnan().any()):
+            raise CheckpointError(f"{checkpoint.path}: {name} holds NaN, so this checkpoint is broken")
