@@ -1,0 +1,1 @@
+"""What `qinfer plan` computes."""

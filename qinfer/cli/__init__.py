@@ -1,0 +1,77 @@
+"""The command `qinfer`: one file per subcommand, and here what they share at the door.
+
+Results go to stdout, as text or with `--json` as one JSON document; progress and logs go to stderr. Exit
+codes: 0 done, 1 the gate said no, 2 something asked for was wrong (one line says what), 130 interrupted.
+Any other error is a bug of ours and keeps its traceback. Modules below import torch inside the command
+only, so `qinfer --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+import qinfer
+from qinfer.cli import doctor, eval, generate, inspect, plan, quantize, serve
+from qinfer.errors import GateError, QinferError
+
+app = typer.Typer(
+    name="qinfer",
+    help="Quantize a language model, have it judged against its source, serve it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for name, command, summary in (
+    ("quantize", quantize.quantize, "Make a smaller checkpoint and judge it."),
+    ("eval", eval.evaluate, "Judge a checkpoint against its source."),
+    ("generate", generate.generate, "Continue prompts or answer them."),
+    ("serve", serve.serve, "Serve over HTTP as OpenAI does."),
+    ("plan", plan.plan, "What fits into a memory budget, scheme by scheme."),
+    ("inspect", inspect.inspect, "What a checkpoint folder holds."),
+    ("doctor", doctor.doctor, "What this machine has."),
+):
+    app.command(name, short_help=summary)(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(qinfer.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    logging.basicConfig(
+        stream=sys.stderr, level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s"
+    )
+    logging.getLogger("qinfer").setLevel(logging.INFO)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and leaves with its exit code; `arguments` default to the process's own."""
+    try:
+        app(arguments if arguments is None else list(arguments), prog_name="qinfer")
+    except GateError as error:
+        _leave(str(error), 1)
+    except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
+        _leave(str(error), 2)
+    except OSError as error:  # a full disk, a folder without permission: the person's, and never a traceback
+        _leave(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _leave(message: str, code: int) -> None:
+    print(f"qinfer: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,142 @@
+"""`qinfer generate`: continue prompts, or answer them as a chat, in this process."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qinfer.cli.engine_options import describe_model, llm_keywords
+from qinfer.cli.options import (
+    AllowUngatedOption,
+    BlockSizeOption,
+    ChatTemplateOption,
+    DtypeOption,
+    HubTokenOption,
+    JsonOption,
+    KVCacheDtypeOption,
+    MaxModelLenOption,
+    MaxNumBatchedTokensOption,
+    MaxNumSeqsOption,
+    MemoryOption,
+    ModelArgument,
+    PrefixCachingOption,
+    RevisionOption,
+)
+from qinfer.cli.output import show, stdout_kept_for_result
+from qinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from qinfer.outputs import RequestOutput
+
+
+def generate(
+    model: ModelArgument,
+    prompt: Annotated[
+        list[str],
+        typer.Option(
+            "--prompt", "-p", help="Text to continue or to answer; may be repeated.", show_default=False
+        ),
+    ],
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message before each prompt (with --chat).")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer in tokens.")] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 takes the most likely token. Default: the model's own.", show_default=False),
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Sample from this share of probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Seed of each prompt's sampling.")] = None,
+    dtype: DtypeOption = "auto",
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
+    memory: MemoryOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
+    block_size: BlockSizeOption = None,
+    enable_prefix_caching: PrefixCachingOption = True,
+    chat_template: ChatTemplateOption = None,
+    allow_ungated: AllowUngatedOption = False,
+    revision: RevisionOption = None,
+    hf_token: HubTokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue prompts, or answer them with --chat."""
+    if system is not None and not chat:
+        raise UserError("--system needs --chat: a plain prompt has no system message", "system")
+    keywords = llm_keywords(
+        memory,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        chat_template=chat_template,
+        allow_ungated=allow_ungated,
+        revision=revision,
+        hf_token=hf_token,
+    )
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "stop": stop,
+        "seed": seed,
+    }
+    chosen = {name: value for name, value in sampling.items() if value not in (None, [])}
+    with stdout_kept_for_result():
+        from qinfer.llm import LLM
+
+        llm = LLM(model, **keywords)
+        print(llm.gate.line, file=sys.stderr)
+        params = replace(llm.get_default_sampling_params(), n=n, max_tokens=max_tokens, **chosen)
+        start = time.perf_counter()
+        if chat:
+            before = [] if system is None else [{"role": "system", "content": system}]
+            conversations = [[*before, {"role": "user", "content": text}] for text in prompt]
+            outputs = llm.chat(conversations, params)
+        else:
+            outputs = llm.generate(prompt, params)
+        seconds = time.perf_counter() - start
+    document = {"model": model, **describe_model(llm), "seconds": seconds, "outputs": _plain(prompt, outputs)}
+    show(document, _text(prompt, outputs), as_json)
+
+
+def _plain(prompts: list[str], outputs: list[RequestOutput]) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": prompt,
+            "num_prompt_tokens": len(output.prompt_token_ids),
+            "answers": [
+                {
+                    "text": answer.text,
+                    "token_ids": list(answer.token_ids),
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in output.outputs
+            ],
+        }
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def _text(prompts: list[str], outputs: list[RequestOutput]) -> str:
+    """The answers alone where there is one; else each under its prompt."""
+    if len(prompts) == 1 and len(outputs[0].outputs) == 1:
+        return outputs[0].outputs[0].text
+    parts = [
+        f"> {prompt}\n{answer.text}"
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for answer in output.outputs
+    ]
+    return "\n\n".join(parts)

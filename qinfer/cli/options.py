@@ -1,0 +1,52 @@
+"""Arguments and options that several commands share, with one spelling and one help text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A checkpoint folder, a hub id, a .gguf file, or the built-in smollm2-135m-instruct.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+HubTokenOption = Annotated[
+    str | None,
+    typer.Option("--hf-token", envvar="HF_TOKEN", help="Access token of the hub.", show_envvar=True),
+]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto, bfloat16, float16 or float32: of activations and dense weights.")
+]
+MemoryOption = Annotated[
+    str | None, typer.Option(help="Hard budget for weights, activations and KV pool, such as 24GiB.")
+]
+MaxModelLenOption = Annotated[
+    int | None, typer.Option(min=1, help="Longest sequence, prompt and answer, in tokens.")
+]
+MaxNumSeqsOption = Annotated[int | None, typer.Option(min=1, help="Most sequences in one step.")]
+MaxNumBatchedTokensOption = Annotated[int | None, typer.Option(min=1, help="Most tokens in one step.")]
+BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a KV page.")]
+KVCacheDtypeOption = Annotated[
+    str, typer.Option(help="auto (the model's), bfloat16, float16, float32, int8 or fp8.")
+]
+PrefixCachingOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV of shared prompt starts."
+    ),
+]
+SeedOption = Annotated[int, typer.Option(help="Seed of the engine's random numbers.")]
+AllowUngatedOption = Annotated[
+    bool,
+    typer.Option("--allow-ungated", help="Load a quantized checkpoint without a valid verdict of the gate."),
+]
+ChatTemplateOption = Annotated[str | None, typer.Option(help="A Jinja chat template, or a file with one.")]
+ProfileOption = Annotated[
+    str, typer.Option(help="How much is measured and how strictly: lenient, standard or strict.")
+]

@@ -1,0 +1,79 @@
+"""`qinfer quantize`: make a smaller checkpoint and have the gate judge it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, ProfileOption, RevisionOption
+from qinfer.cli.output import show, stdout_kept_for_result
+
+
+def quantize(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", show_default=False)],
+    scheme: Annotated[
+        str,
+        typer.Option(
+            help="A preset (int8, fp8, awq) or a scheme: w8a8-int8, w8a16-int8, w8a8-fp8, w4a16.",
+        ),
+    ] = "int8",
+    method: Annotated[
+        str | None,
+        typer.Option(help="rtn, smoothquant or awq. Default: the preset's, else rtn.", show_default=False),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Weights that share a scale (w4a16): 128, 64 or 32.", show_default=False),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--sym/--asym", help="Without or with zero points (w4a16).", show_default=False),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="FILE.txt, FILE.jsonl, a hub dataset, or self. Default: reference text and self.",
+            show_default=False,
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int | None, typer.Option(min=1, help="Calibration sequences.", show_default=False)
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of each.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of calibration and gate.")] = 0,
+    gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Judge the result against MODEL.")] = True,
+    profile: ProfileOption = "standard",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
+    revision: RevisionOption = None,
+    hf_token: HubTokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Quantize MODEL into a folder and judge the result: exit code 1 unless the gate passes it."""
+    with stdout_kept_for_result():
+        from qinfer import jobs
+
+        result = jobs.quantize(
+            model,
+            out,
+            scheme=scheme,
+            method=method,
+            group_size=group_size,
+            symmetric=symmetric,
+            calibration=calibration,
+            num_samples=num_samples,
+            max_seq_len=max_seq_len,
+            seed=seed,
+            gate=gate,
+            profile=profile,
+            overwrite=overwrite,
+            revision=revision,
+            hf_token=hf_token,
+        )
+    show(result.to_dict(), result.to_text(), as_json)
+    if result.gate is not None and result.gate.verdict != "PASS":
+        raise typer.Exit(1)
