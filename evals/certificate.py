@@ -90,7 +90,7 @@ def read(checkpoint: Path) -> dict[str, Any]:
 def require(checkpoint: Path, *, is_quantized: bool, kv_cache_dtype: str, allow_ungated: bool) -> GateStatus:
     """Says whether the checkpoint may be served with that KV cache; a dense one always may.
 
-    `kv_cache_dtype` is a key of KV_RISK, "fp8_e4m3" or "auto" (the dtype in config.json). Raises GateError,
+    `kv_cache_dtype` is a key of KV_RISK, "fp8_e4m3" or "auto" (what config.json says). Raises GateError,
     one line with the reason and the way to a verdict, unless `allow_ungated`, and UserError for an unknown
     dtype.
     """
@@ -111,15 +111,17 @@ def require(checkpoint: Path, *, is_quantized: bool, kv_cache_dtype: str, allow_
 
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
-    """The key of KV_RISK that an option means; "auto" is the dtype in config.json. UserError when unknown."""
+    """The key of KV_RISK that an option means; "auto" is what config.json says. UserError when unknown."""
     name = {"fp8_e4m3": "fp8"}.get(kv_cache_dtype, kv_cache_dtype)
     if name == "auto":
         try:
             config = json.loads((checkpoint / "config.json").read_bytes())
         except (OSError, ValueError) as error:
             raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}") from None
-        config = {**config, **config.get("text_config", {})}
+        config = {**config, **(config.get("text_config") or {})}
         name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+        if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
+            name = "fp8"  # the only kind that compressed-tensors knows
     if name not in KV_RISK:
         raise UserError(
             f"unknown kv_cache_dtype {kv_cache_dtype!r}; known: auto, {', '.join(KV_RISK)}", "kv_cache_dtype"

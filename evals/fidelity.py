@@ -45,10 +45,14 @@ def compare(reference: Logits, candidate: Logits, windows: Iterable[Sequence[int
 
 
 def measures(scores: Sequence[WindowScores], limits: Limits, *, seed: int = 0) -> tuple[Measure, ...]:
-    """The measures that the gate judges, then those it reports, with intervals over windows."""
+    """The measures that the gate judges, then those it reports, with intervals over windows.
+
+    Where a position gave NaN or infinity, how many did comes first.
+    """
     kl = [window.kl for window in scores]
     difference = [window.nll - window.reference_nll for window in scores]
     broken = float(sum(int((~torch.isfinite(window.kl)).sum()) for window in scores))
+    alarm = Measure("positions without a number", "", Interval(broken, broken, broken), 0.0)
     agreement = mean_interval([window.agrees for window in scores], seed=seed)
     ratio = mean_interval(difference, seed=seed).map(exponential)
     ours, theirs = (
@@ -56,7 +60,7 @@ def measures(scores: Sequence[WindowScores], limits: Limits, *, seed: int = 0) -
         for nll in ([w.nll for w in scores], [w.reference_nll for w in scores])
     )
     return (
-        Measure("positions without a number", "", Interval(broken, broken, broken), 0.0),
+        *([alarm] if broken else []),
         Measure("mean KL", "nats/token", mean_interval(kl, seed=seed), limits.mean_kl),
         Measure("p99 KL", "nats", quantile_interval(kl, 0.99, seed=seed), limits.p99_kl),
         Measure("top-1 agreement", "of positions", agreement, 1 - limits.disagreement, "at least"),

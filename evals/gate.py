@@ -14,10 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qinfer.errors import UserError
-from qinfer.evals.statistics import Interval
+from qinfer.evals.statistics import CONFIDENCE, Interval, finite
 
 SchemeClass = Literal["w16", "w8a16", "w8a8", "w4a16"]
 
@@ -82,6 +82,9 @@ class Verdict(StrEnum):
     UNDECIDED = "UNDECIDED"
 
 
+_MEANING = {Verdict.PASS: "as required", Verdict.FAIL: "not as required", Verdict.UNDECIDED: "undecided"}
+
+
 class Measure(NamedTuple):
     """One number with its interval and, unless it is reported only, its limit and verdict."""
 
@@ -101,6 +104,25 @@ class Measure(NamedTuple):
             return _judge(-value, -high, -low, -self.limit)
         return _judge(value, low, high, self.limit)
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a number that is not finite becomes null."""
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            **{key: finite(number) for key, number in self.interval._asdict().items()},
+            "bound": None if self.limit is None else self.bound,
+            "limit": self.limit,
+            "verdict": None if self.verdict is None else str(self.verdict),
+        }
+
+    def to_text(self) -> str:
+        """One line: the measure, its interval, its limit and what that means."""
+        value, low, high = self.interval
+        line = f"{self.name} {value:.4g} [{low:.4g}, {high:.4g}] {self.unit}".rstrip()
+        if self.verdict is None:
+            return line
+        return f"{line}: {_MEANING[self.verdict]}, {self.bound} {self.limit:.4g}"
+
 
 class GateResult(NamedTuple):
     """The verdict, why, and what it rests on; `settings` say how to get the same numbers again."""
@@ -108,7 +130,22 @@ class GateResult(NamedTuple):
     verdict: Verdict
     reasons: tuple[str, ...]
     measures: tuple[Measure, ...]
-    settings: Mapping[str, object]
+    settings: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: what the certificate says, but for the hashes of the files."""
+        return {
+            "verdict": str(self.verdict),
+            "reasons": list(self.reasons),
+            "confidence": CONFIDENCE,
+            "measures": [measure.to_dict() for measure in self.measures],
+            "settings": dict(self.settings),
+        }
+
+    def to_text(self) -> str:
+        """For a terminal: the verdict, its reasons, then what is reported only."""
+        reported = [measure.to_text() for measure in self.measures if measure.verdict is None]
+        return "\n".join([str(self.verdict), *(f"  {line}" for line in (*self.reasons, *reported))])
 
 
 def profile_named(name: str) -> Profile:
@@ -139,7 +176,7 @@ def decide(
     """The verdict over all measures that have a limit, and the reasons, those that decided it first."""
     if num_tokens == 0 or not any(measure.verdict for measure in measures):
         return Verdict.UNDECIDED, ["nothing was measured: no token of text was scored"]
-    by_verdict = {v: [describe(m) for m in measures if m.verdict == v] for v in Verdict}
+    by_verdict = {v: [m.to_text() for m in measures if m.verdict == v] for v in Verdict}
     if by_verdict[Verdict.FAIL]:
         return Verdict.FAIL, by_verdict[Verdict.FAIL]
     short = []
@@ -150,16 +187,6 @@ def decide(
     if by_verdict[Verdict.UNDECIDED] or short:
         return Verdict.UNDECIDED, [*by_verdict[Verdict.UNDECIDED], *short]
     return Verdict.PASS, by_verdict[Verdict.PASS]
-
-
-def describe(measure: Measure) -> str:
-    """One line: the measure, its interval, its limit and what that means."""
-    value, low, high = measure.interval
-    line = f"{measure.name} {value:.4g} [{low:.4g}, {high:.4g}] {measure.unit}".rstrip()
-    if measure.verdict is None:
-        return line
-    meaning = {Verdict.PASS: "as required", Verdict.FAIL: "not as required", Verdict.UNDECIDED: "undecided"}
-    return f"{line}: {meaning[measure.verdict]}, {measure.bound} {measure.limit:.4g}"
 
 
 def _judge(value: float, low: float, high: float, limit: float) -> Verdict:

@@ -12,15 +12,15 @@ word and per byte divide the same likelihood by the words and UTF-8 bytes of the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qinfer.errors import UserError
 from qinfer.evals.fidelity import Logits
-from qinfer.evals.statistics import Interval, exponential, mean_interval
+from qinfer.evals.statistics import Interval, exponential, finite, mean_interval
 
 Unit = Literal["token", "word", "byte"]
 
@@ -74,3 +74,46 @@ def likelihoods(logits: Logits, windows: Iterable[Sequence[int]]) -> Iterator[Te
             start += len(rows)
         assert start == len(token_ids), f"logits of {start} positions for {len(token_ids)} tokens"
         yield torch.cat(scores)
+
+
+class TextScore(NamedTuple):
+    """One model on one text in three units, and what is needed to compare it with another."""
+
+    per_token: Perplexity
+    per_word: Perplexity
+    per_byte: Perplexity
+    settings: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a number that is not finite becomes null."""
+        value, low, high = self.per_token.interval or (math.nan,) * 3
+        return {
+            "perplexity_per_token": finite(value),
+            "interval": [finite(low), finite(high)],
+            "perplexity_per_word": finite(self.per_word.value),
+            "bits_per_byte": finite(self.per_byte.bits),
+            "nll_nats": finite(self.per_token.nll),
+            "tokens_scored": self.per_token.units,
+            "words_scored": self.per_word.units,
+            "bytes_scored": self.per_byte.units,
+            "settings": dict(self.settings),
+        }
+
+    def to_text(self) -> str:
+        """For a terminal: one line a unit."""
+        _, low, high = self.per_token.interval or (math.nan,) * 3
+        return (
+            f"perplexity {self.per_token.value:.4f} per token [{low:.4f}, {high:.4f}]\n"
+            f"perplexity {self.per_word.value:.4f} per word\n"
+            f"{self.per_byte.bits:.4f} bits per byte\n"
+            f"{self.per_token.units} tokens scored in {self.settings['windows']} windows of "
+            f"{self.settings['window']}, stride {self.settings['window']}"
+        )
+
+
+def score_text(nlls: Sequence[Tensor], text: str, settings: Mapping[str, Any], *, seed: int = 0) -> TextScore:
+    """All three units from likelihoods per window and `text`, the text of the tokens that were scored."""
+    per_token = token_perplexity(nlls, seed=seed)
+    per_word = perplexity(per_token.nll, len(text.split()), "word")
+    per_byte = perplexity(per_token.nll, len(text.encode()), "byte")
+    return TextScore(per_token, per_word, per_byte, settings)

@@ -1,18 +1,14 @@
-"""The gate's result as a JSON document and as Markdown, both from the same contents so that they agree.
+"""The gate's result as Markdown, from the very document that the certificate holds, so that they agree.
 
-The Markdown says the verdict first, then why, then every measure with its interval and limit, then all that
-is needed to get the same numbers again.
+The verdict first, then why, then every measure with its interval and limit, then all that is needed to get
+the same numbers again.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
-
-from qinfer.evals.gate import GateResult
-from qinfer.evals.statistics import CONFIDENCE
 
 _VERDICT = {
     "PASS": "PASS: it may be served in place of its source",
@@ -21,32 +17,8 @@ _VERDICT = {
 }
 
 
-def contents(result: GateResult) -> dict[str, Any]:
-    """JSON-ready contents of the certificate; a number that is not finite becomes null."""
-    measures = [
-        {
-            "name": measure.name,
-            "unit": measure.unit,
-            "value": _finite(measure.interval.value),
-            "low": _finite(measure.interval.low),
-            "high": _finite(measure.interval.high),
-            "bound": measure.bound if measure.verdict else None,
-            "limit": measure.limit,
-            "verdict": measure.verdict and str(measure.verdict),
-        }
-        for measure in result.measures
-    ]
-    return {
-        "verdict": str(result.verdict),
-        "reasons": list(result.reasons),
-        "confidence": CONFIDENCE,
-        "measures": measures,
-        "settings": dict(result.settings),
-    }
-
-
 def markdown(document: Mapping[str, Any]) -> str:
-    """The report of a document made by `contents`."""
+    """The report of a document made by `GateResult.to_dict`."""
     lines = [f"# {_VERDICT[document['verdict']]}", ""]
     lines += [f"* {reason}" for reason in document["reasons"]]
     percent = f"{document['confidence']:.0%}"
@@ -65,10 +37,6 @@ def _row(measure: Mapping[str, Any]) -> str:
     value = f"{_number(measure['value'])} {measure['unit']}".rstrip()
     interval = f"{_number(measure['low'])} to {_number(measure['high'])}"
     return f"| {measure['name']} | {value} | {interval} | {required} | {measure['verdict'] or 'reported'} |"
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
 
 
 def _number(number: float | None) -> str:

@@ -69,6 +69,11 @@ def exponential(nats: float) -> float:
     return math.inf if nats > 700 else math.exp(nats)
 
 
+def finite(number: float) -> float | None:
+    """The number, or None where JSON has no word for it."""
+    return number if math.isfinite(number) else None
+
+
 def student_quantile(p: float, degrees: int) -> float:
     """Quantile of Student's t (Cornish-Fisher, third order; within 1 % for p = 0.95 from 3 degrees on)."""
     z = NormalDist().inv_cdf(p)
