@@ -59,7 +59,7 @@ class Row:
 
 def weight_formats(config: ModelConfig) -> Iterator[tuple[str, WeightFormat]]:
     """(label, format) of each scheme that this model can have; w4a16 with the group size its widths allow."""
-    yield SHORT[config.dtype], DENSE
+    yield "dense", DENSE
     for name in ("w8a8-int8", "w8a16-int8", "w8a8-fp8"):
         yield name, WeightFormat(name)
     widths = {module: linear_shape(config, module)[1] for module in layer_modules(config)}

@@ -10,7 +10,7 @@ import typer
 
 from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, RevisionOption
 from qinfer.cli.output import show, stdout_kept_for_result, table
-from qinfer.errors import CheckpointError
+from qinfer.errors import CheckpointError, UserError
 
 if TYPE_CHECKING:
     from qinfer.bench.plan import Row, Setting
@@ -23,6 +23,10 @@ def plan(
         str | None,
         typer.Option(help="Budget for everything, such as 24GiB. Default: the RAM that is available now."),
     ] = None,
+    scheme: Annotated[
+        str | None, typer.Option(help="Only schemes whose name starts so, such as w8a8-fp8.")
+    ] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="Only this KV dtype.")] = None,
     max_model_len: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of a full-length sequence. Default: the model's context."),
@@ -56,7 +60,7 @@ def plan(
             block_size=block_size,
             reserve=parse_size(reserve),
         )
-        rows = side_by_side(config, setting)
+        rows = _chosen(side_by_side(config, setting), scheme, kv_cache_dtype)
     show(_document(model, setting, rows), _text(model, config, setting, rows), as_json)
 
 
@@ -74,6 +78,21 @@ def _read_config(model: str, revision: str | None, token: str | None) -> ModelCo
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read as a config.json: {error}") from None
     return ModelConfig.from_dict(raw)
+
+
+def _chosen(rows: list[Row], scheme: str | None, kv_cache_dtype: str | None) -> list[Row]:
+    """The rows asked for; UserError, naming what there is, when that is none."""
+    kv_cache_dtype = "fp8" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype
+    chosen = [
+        row
+        for row in rows
+        if row.scheme.startswith(scheme or "") and kv_cache_dtype in (None, row.kv_cache_dtype)
+    ]
+    if not chosen:
+        schemes = ", ".join(dict.fromkeys(row.scheme for row in rows))
+        dtypes = ", ".join(dict.fromkeys(row.kv_cache_dtype for row in rows))
+        raise UserError(f"nothing to plan: this model has the schemes {schemes} and the KV dtypes {dtypes}")
+    return chosen
 
 
 def _document(model: str, setting: Setting, rows: list[Row]) -> dict[str, Any]:
@@ -106,6 +125,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 
 def _text(model: str, config: ModelConfig, setting: Setting, rows: list[Row]) -> str:
+    from qinfer.bench.plan import SHORT
     from qinfer.engine.memory import format_size
 
     header = (
@@ -140,6 +160,6 @@ def _text(model: str, config: ModelConfig, setting: Setting, rows: list[Row]) ->
     title = (
         f"{model} ({config.architecture}) in {format_size(setting.budget)}: up to {setting.max_num_seqs} "
         f"sequences and {setting.max_num_batched_tokens} tokens in a step; ratio: KV tokens against "
-        f"{rows[0].label}"
+        f"dense + {SHORT[config.dtype]} KV"
     )
     return f"{title}\n\n{table(header, cells)}"
