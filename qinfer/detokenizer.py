@@ -76,7 +76,7 @@ class Detokenizer:
         self._spaces_to_drop = 0 if shows_text else tokenizer.leading_spaces
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens and returns the text that became visible; "" once a stop string is complete."""
+        """Takes the next tokens and returns the text they make visible; "" after a stop string."""
         before = len(self.text)
         for token_id in token_ids:
             if self.stop_reason is not None:

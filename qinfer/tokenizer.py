@@ -207,8 +207,9 @@ def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
 
 def _spelling(backend: Any) -> Spelling:
     """How the tokenizer's decoder reads a token; UnsupportedModelError for a decoder of another kind."""
-    raw = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
-    steps = raw["decoders"] if raw["type"] == "Sequence" else [raw]
+    state = backend.decoder.__getstate__() if backend.decoder is not None else '{"type": null}'
+    raw: dict[str, Any] = json.loads(state)
+    steps: list[dict[str, Any]] = raw["decoders"] if raw["type"] == "Sequence" else [raw]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return ByteLevelSpelling()

@@ -1,29 +1,197 @@
-"""quantization_config of compressed-tensors <-> schemes (signatures first; the body follows)."""
+"""`quantization_config` of compressed-tensors: which scheme each linear has, read and written.
+
+The dictionary declares groups, each with targets and number formats, and a list of what to leave alone.
+A target or an entry of `ignore` is one of
+
+* `Linear`, the class: every linear layer;
+* `re:...`: a regular expression that matches the name from its beginning;
+* a name, by whole dotted segments: `mlp.gate` is no part of `mlp.gate_proj`, `down_proj` is every down_proj,
+  `model.layers.0.self_attn.q_proj` is one linear. Prefixes of wrappers (`language_model.`) do not count.
+
+`ignore` wins over every group; of several groups that match, the first declared wins, whatever its spelling.
+
+Old spellings are read as well: the key `compression_config`, the dictionary inside `text_config`, named
+presets, numbers as strings. What cannot be read is refused by name, never taken for an unquantized model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from qinfer.quant.scheme import Scheme
+from qinfer.checkpoint.files import read_json
+from qinfer.errors import CheckpointError, UnsupportedModelError
+from qinfer.quant import FORMAT, W4A16, Dense, Scheme, W8A8Fp8, W8A8Int8, W8A16Int8, scheme_from_group
+
+METHOD = "compressed-tensors"
+SUPPORTED = f"{METHOD} (int8, fp8 and int4 as qinfer writes them)"
+# the version whose reader the configurations are written for; informational
+_VERSION = "0.17.0"
+_WRAPPERS = frozenset({"model", "language_model", "text_model"})
+_SEPARATE_FILES = ("quantize_config.json", "hf_quant_config.json", "quantization_config.json")
+# preset names that compressed-tensors accepts in place of a scheme, where a scheme of ours is meant
+_PRESETS: dict[str, Scheme] = {
+    "W8A8": W8A8Int8(),
+    "INT8": W8A8Int8(),
+    "W8A16": W8A16Int8(),
+    "W4A16": W4A16(128, True),
+    "W4A16_ASYM": W4A16(128, False),
+    "FP8_DYNAMIC": W8A8Fp8(),
+}
 
 
+class SchemeGroup(NamedTuple):
+    """One entry of config_groups."""
+
+    name: str
+    targets: tuple[str, ...]
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """Which scheme each linear has."""
+    """Which scheme each linear has; without groups the model is not quantized."""
 
-    ignore: tuple[str, ...]
-    kv_cache_scheme: dict[str, Any] | None
+    groups: tuple[SchemeGroup, ...] = ()
+    ignore: tuple[str, ...] = ()
+    kv_cache_scheme: dict[str, Any] | None = None
 
     def scheme(self, module: str) -> Scheme:
-        """Scheme of a full module name."""
-        raise NotImplementedError
+        """Scheme of a linear by its full name; Dense() when it is ignored or no group targets it."""
+        if not any(matches(entry, module) for entry in self.ignore):
+            for group in self.groups:
+                if any(matches(target, module) for target in group.targets):
+                    return group.scheme
+        return Dense()
+
+    def unmatched(self, modules: Iterable[str]) -> list[str]:
+        """Entries of `ignore` and targets that match none of these linears."""
+        known = list(modules)
+        entries = [*self.ignore, *(target for group in self.groups for target in group.targets)]
+        return [entry for entry in entries if not any(matches(entry, module) for module in known)]
+
+
+def matches(entry: str, module: str) -> bool:
+    """Whether a target or an entry of `ignore` names this linear."""
+    if entry == "Linear":
+        return True
+    path = _without_wrappers(module)
+    if entry.startswith("re:"):
+        pattern = entry.removeprefix("re:")
+        return any(re.match(pattern, name) for name in (module, ".".join(("model", *path))))
+    wanted = _without_wrappers(entry)
+    return any(path[i : i + len(wanted)] == wanted for i in range(len(path) - len(wanted) + 1))
+
+
+def _without_wrappers(name: str) -> list[str]:
+    segments = name.split(".")
+    while len(segments) > 1 and segments[0] in _WRAPPERS:
+        segments = segments[1:]
+    return segments
 
 
 def quantization_config(scheme: Scheme, *, ignore: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of a model whose linears, but for `ignore`, all have `scheme`."""
-    raise NotImplementedError
+    """The dictionary for a model whose linears all have `scheme`, but for those that `ignore` lists.
+
+    Keys and values are those that readers from compressed-tensors 0.15 and vLLM on accept. `dequantize` is
+    for transformers alone: with it asymmetric int4, whose packed zero points it does not load otherwise,
+    is unpacked at load.
+    """
+    group = scheme.group()
+    assert group is not None, "a dense model has no quantization_config"
+    config: dict[str, Any] = {
+        "quant_method": METHOD,
+        "format": FORMAT[scheme.name],
+        "quantization_status": "compressed",  # with another word packed weights load as noise
+        "config_groups": {"group_0": {"targets": ["Linear"], **group, "output_activations": None}},
+        "ignore": list(ignore),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "version": _VERSION,
+    }
+    if group["weights"]["num_bits"] == 4 and not group["weights"]["symmetric"]:
+        config["dequantize"] = True
+    return config
 
 
-def read_quantization(raw_config: Mapping[str, Any]) -> Quantization:
-    """Quantization of a parsed config.json."""
-    raise NotImplementedError
+def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model's quantization_config, wherever it stands; None for an unquantized model.
+
+    Raises CheckpointError when two places disagree, UnsupportedModelError when only another tool's file
+    says how the weights are stored.
+    """
+    inner = raw_config.get("text_config") or {}
+    found: dict[str, dict[str, Any]] = {}
+    for where, holder in (("config.json", raw_config), ("config.json's text_config", inner)):
+        for key in ("quantization_config", "compression_config"):
+            if holder.get(key):
+                found[f"{key} of {where}"] = holder[key]
+    for name in _SEPARATE_FILES:
+        if (folder / name).is_file():
+            found[name] = read_json(folder / name)
+    first = next(iter(found), None)
+    if first is None:
+        return None
+    for where, config in found.items():
+        if config != found[first]:
+            raise CheckpointError(
+                f"{folder}: {first} and {where} disagree on how weights are quantized; remove the wrong one"
+            )
+    return found[first]
+
+
+def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
+    """Reads a quantization_config; None means not quantized.
+
+    Raises UnsupportedModelError naming the method or format and those that are supported.
+    """
+    if raw is None:
+        return Quantization()
+    _refuse_unsupported(raw)
+    groups = tuple(
+        _group(name, group, str(raw.get("format"))) for name, group in raw["config_groups"].items()
+    )
+    return Quantization(groups, tuple(raw.get("ignore") or ()), raw.get("kv_cache_scheme"))
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    method = raw.get("quant_method", METHOD if raw.get("config_groups") else None)
+    if str(method).replace("_", "-") != METHOD:
+        tool = (raw.get("producer") or {}).get("name")
+        said = repr(method) if method or not tool else f"of {tool}"
+        raise UnsupportedModelError(f"quantization method {said} is not supported; supported: {SUPPORTED}")
+    if not isinstance(raw.get("config_groups"), Mapping) or not raw["config_groups"]:
+        raise UnsupportedModelError(f"quantization_config has no config_groups; supported: {SUPPORTED}")
+    for key in ("sparsity_config", "transform_config"):
+        section = raw.get(key) or {}
+        if section and section.get("format") != "dense":
+            raise UnsupportedModelError(
+                f"quantization_config has a {key} ({section}), which is not supported"
+            )
+
+
+def _group(name: str, raw: Any, top_format: str) -> SchemeGroup:
+    if isinstance(raw, list):  # {"W8A8": ["Linear"]}
+        if name not in _PRESETS:
+            raise UnsupportedModelError(
+                f"quantization preset {name!r} is not supported; supported: {', '.join(_PRESETS)}"
+            )
+        return SchemeGroup(name, tuple(raw), _PRESETS[name])
+    arguments = {
+        key: _numbers(raw[key])
+        for key in ("weights", "input_activations", "output_activations")
+        if raw.get(key) is not None
+    }
+    scheme = scheme_from_group(arguments, raw.get("format") or top_format)
+    return SchemeGroup(name, tuple(raw.get("targets") or ()), scheme)
+
+
+def _numbers(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Some tools write "num_bits": "4"."""
+    return {
+        key: int(value) if key in ("num_bits", "group_size") and isinstance(value, str) else value
+        for key, value in arguments.items()
+    }

@@ -61,7 +61,7 @@ def companions(folder: Path) -> list[Path]:
 
 @contextmanager
 def appears_whole(final: Path) -> Iterator[Path]:
-    """A new folder beside `final` that takes its place when the block ends well and vanishes when it does not.
+    """A new folder beside `final` that takes its place when the block ends well or vanishes.
 
     Safe for processes that make the same folder at once: the first to finish wins, the others' is dropped.
     """

@@ -1,34 +1,96 @@
-"""Writes a checkpoint folder whole or not at all (signatures first; the body follows)."""
+"""Writes a changed copy of a checkpoint, whole or not at all.
+
+What serving needs beside the weights (tokenizer, chat template, generation config with every EOS id) goes
+along from the source; config.json is the source's with another `quantization_config`. Everything is written
+to `OUT.partial`, opened and checked there as any reader would, and only then named `OUT`.
+"""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qinfer.checkpoint.files import companions, write_json
+from qinfer.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter
+from qinfer.errors import UserError
 
 
 class CheckpointWriter:
-    """Fills DIR.partial tensor by tensor and renames it to DIR in `finish`."""
+    """Fills `OUT.partial` tensor by tensor; `finish` makes it `OUT`, `abort` removes it.
+
+    Raises UserError at once when `out` exists and is not an empty folder (unless `overwrite`), or is the
+    source itself.
+    """
 
     def __init__(
-        self, source: Checkpoint, out: Path, *, max_shard_bytes: int = 5 * 1000**3, overwrite: bool = False
+        self,
+        source: Checkpoint,
+        out: Path,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        overwrite: bool = False,
     ) -> None:
-        raise NotImplementedError
+        self._source = source
+        self._out = Path(out)
+        if self._out.resolve() == source.path.resolve():
+            raise UserError(f"{out} is the source itself: choose another folder", "out")
+        if self._out.exists() and not self._out.is_dir():
+            raise UserError(f"{out} is a file: choose a folder that does not exist yet", "out")
+        if not overwrite and self._out.is_dir() and any(self._out.iterdir()):
+            raise UserError(f"{out} is not empty: choose another folder or allow overwriting it", "out")
+        self._partial = self._out.with_name(self._out.name + ".partial")
+        shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
+        self._partial.mkdir(parents=True)
+        self._shards = ShardWriter(self._partial, max_shard_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Takes one tensor."""
-        raise NotImplementedError
+        """Takes one tensor under its full name; each name once, dtype and shape as they are to be stored."""
+        self._shards.add(name, tensor)
 
     def finish(
         self, quantization_config: dict[str, Any] | None, extra_files: Mapping[str, str] | None = None
     ) -> None:
-        """Writes index, config.json, and the source's other files, then renames."""
-        raise NotImplementedError
+        """Completes the folder; `extra_files` are texts by file name (reports).
+
+        Raises CheckpointError, and leaves no output, when a tensor that the model needs was not added.
+        """
+        self._shards.finish()
+        write_json(self._partial / "config.json", _config(self._source.raw_config, quantization_config))
+        for file in companions(self._source.path):
+            target = self._partial / file.relative_to(self._source.path)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+        for name, text in (extra_files or {}).items():
+            (self._partial / name).write_text(text, encoding="utf-8")
+        try:
+            open_checkpoint(self._partial)
+        except BaseException:
+            self.abort()
+            raise
+        self._replace_out()
 
     def abort(self) -> None:
-        """Removes the partial folder."""
-        raise NotImplementedError
+        """Removes what was written; `out` stays as it was."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _replace_out(self) -> None:
+        if self._out.exists():
+            old = self._out.with_name(self._out.name + ".old")
+            shutil.rmtree(old, ignore_errors=True)
+            self._out.rename(old)
+            self._partial.rename(self._out)
+            shutil.rmtree(old)
+        else:
+            self._partial.rename(self._out)
+
+
+def _config(source: Mapping[str, Any], quantization_config: dict[str, Any] | None) -> dict[str, Any]:
+    config = {k: v for k, v in source.items() if k not in ("quantization_config", "compression_config")}
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    return config
