@@ -1,0 +1,167 @@
+"""Quantize -> gate -> certificate: the one place that knows both calibrate and evals.
+
+`quantize` makes a checkpoint and has it judged against the model it came from; `evaluate` judges one that
+exists; `score_text` measures one model alone. The verdict decides nothing here: it is written beside the
+checkpoint, the command line turns it into an exit code, and serving obeys it. Only a quantized candidate
+gets a certificate; a dense one needs none.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import qinfer
+from qinfer import compare
+from qinfer.calibrate import pipeline
+from qinfer.calibrate.data import DEFAULT_SEED
+from qinfer.calibrate.report import QuantizeReport
+from qinfer.errors import UserError
+from qinfer.evals import certificate, perplexity, report, text
+from qinfer.evals.gate import GateResult, profile_named
+
+
+class QuantizeResult(NamedTuple):
+    """The checkpoint that was written, how it was made, and what the gate says of it (None: not asked)."""
+
+    out: Path
+    report: QuantizeReport
+    gate: GateResult | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        gate = None if self.gate is None else self.gate.to_dict()
+        return {"out": str(self.out), "report": self.report.to_dict(), "gate": gate}
+
+    def to_text(self) -> str:
+        """For a terminal: what was written, then the verdict."""
+        not_judged = f"not judged: get a verdict with `qinfer eval {self.out} --against REF`"
+        return f"{self.report.to_text()}\n{not_judged if self.gate is None else self.gate.to_text()}"
+
+
+def quantize(
+    model: str,
+    out: Path | str,
+    *,
+    scheme: str = "int8",
+    method: str | None = None,
+    group_size: int | None = None,
+    symmetric: bool | None = None,
+    calibration: str | None = None,
+    num_samples: int | None = None,
+    max_seq_len: int | None = None,
+    seed: int = DEFAULT_SEED,
+    gate: bool = True,
+    profile: str = "standard",
+    overwrite: bool = False,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    progress: bool = True,
+) -> QuantizeResult:
+    """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
+
+    Raises UserError for anything that was asked for and cannot be, before the calibration starts.
+    """
+    profile_named(profile)
+    source = compare.open_model(model, revision=revision, token=hf_token)
+    job = pipeline.prepare(
+        source.checkpoint,
+        source.tokenizer,
+        Path(out),
+        scheme=scheme,
+        method=method,
+        group_size=group_size,
+        symmetric=symmetric,
+        calibration=calibration,
+        num_samples=num_samples,
+        max_seq_len=max_seq_len,
+        seed=seed,
+        overwrite=overwrite,
+    )
+    made = pipeline.run(job, progress=progress)
+    del job
+    gc.collect()  # what calibration held is gone before two models are loaded
+    judged = None
+    if gate:
+        judged = evaluate(str(out), against=str(source.checkpoint.path), profile=profile, progress=progress)
+    return QuantizeResult(Path(out), made, judged)
+
+
+def evaluate(
+    model: str,
+    *,
+    against: str,
+    profile: str = "standard",
+    text_file: str | Path | None = None,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    progress: bool = True,
+) -> GateResult:
+    """Judges `model` against its dense source; for a quantized one, writes certificate and report beside it.
+
+    `text_file` replaces the built-in held-out text. `dtype` and `kv_cache_dtype` are those that will serve.
+    Raises UserError for an unknown option, models that cannot be compared, or a text that cannot be read.
+    """
+    profile_named(profile)
+    candidate = compare.open_model(model, revision=revision, token=hf_token)
+    source = compare.open_model(against, token=hf_token)
+    compare.check_comparable(candidate, source)
+    serving = compare.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint)
+    hashes = certificate.hash_files(candidate.checkpoint.path)
+    text_path = None if text_file is None else Path(text_file)
+    comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
+    result = compare.judge(comparison, progress=progress)
+    if candidate.checkpoint.is_quantized:
+        document = result.to_dict()
+        certificate.write(candidate.checkpoint.path, document, hashes, report.markdown(document))
+    return result
+
+
+def score_text(
+    model: str,
+    text_file: str | Path,
+    *,
+    windows: int | None = None,
+    window: int = 1024,
+    dtype: str = "auto",
+    kv_cache_dtype: str = "auto",
+    seed: int = 0,
+    revision: str | None = None,
+    hf_token: str | None = None,
+    progress: bool = True,
+) -> perplexity.TextScore:
+    """Perplexity of one model on a UTF-8 text, in its first `windows` windows (None: all) of `window` tokens.
+
+    Raises UserError for a window below 2, and a text that cannot be read or is too short to score.
+    """
+    if window < 2:
+        raise UserError(f"window is {window}: at least 2 tokens are needed to score one", "window")
+    opened = compare.open_model(model, revision=revision, token=hf_token)
+    serving = compare.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint)
+    window = min(window, opened.checkpoint.config.context_len)
+    cut = list(text.text_windows(opened.tokenizer, compare.read_text(Path(text_file)), window))[:windows]
+    if not cut:
+        raise UserError(f"{text_file} holds no text to score: at least two tokens are needed", "text")
+    ids = [w.token_ids for w in cut]
+    logits = compare.engine_logits(opened.checkpoint, serving, window)
+    nlls = perplexity.likelihoods(logits, ids)
+    settings = {
+        "model": model,
+        "text": str(text_file),
+        "windows": len(cut),
+        "window": window,
+        "data_sha256": text.data_hash(cut),
+        "dtype": str(serving.dtype).removeprefix("torch."),
+        "kv_cache_dtype": serving.kv_cache_dtype,
+        "qinfer": qinfer.__version__,
+    }
+    return perplexity.score_text(
+        list(compare.with_progress(nlls, len(ids), "perplexity", progress)),
+        "".join(opened.tokenizer.decode(w[1:], skip_special_tokens=False) for w in ids),
+        settings,
+        seed=seed,
+    )
