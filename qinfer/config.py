@@ -1,9 +1,7 @@
 """What a decoder is, as data: the fields that tell Llama, Qwen, Gemma and their kin apart.
 
 `ModelConfig.from_dict` reads a `config.json`; the model has one definition and looks at these fields only.
-A family is a row of `_FAMILIES`: what is fixed for it, and what its config.json may leave out because
-transformers fills it in. Both spellings of the rotary embedding are read: `rope_theta` with `rope_scaling`
-(transformers 4) and `rope_parameters` (transformers 5), the latter also per type of layer (Gemma 3).
+What an architecture's name decides, and what its file may leave out, stands in `qinfer.families`.
 """
 
 from __future__ import annotations
@@ -11,23 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from qinfer.errors import CheckpointError, UnsupportedModelError
+from qinfer.families import DEFAULTS, FAMILIES, OUTER_FIELDS, SUPPORTED_ARCHITECTURES, Family
+from qinfer.rope_config import RopeConfig, positive_int, read_ropes
 
-RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding of one kind of layer (Su et al. 2021) with its context scaling."""
-
-    theta: float
-    kind: RopeKind = "default"
-    rotary_dim: int = 0  # leading dimensions of a head that turn
-    # the numbers of `rope_scaling` / `rope_parameters`, as in config.json ("factor", "low_freq_factor", ...),
-    # with "max_position_embeddings" and "original_max_position_embeddings" settled
-    scaling: tuple[tuple[str, Any], ...] = ()
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig"]
 
 
 @dataclass(frozen=True)
@@ -90,36 +78,38 @@ class ModelConfig:
         is missing or contradicts another.
         """
         architecture = _architecture(raw)
-        family = _FAMILIES[architecture]
+        family = FAMILIES[architecture]
         if "text_config" in raw:  # the language part of a vision model; its dtype may stand outside
-            outer = {key: raw[key] for key in _OUTER_FIELDS if raw.get(key) is not None}
+            outer = {key: raw[key] for key in OUTER_FIELDS if raw.get(key) is not None}
             raw = {**outer, **raw["text_config"]}
-        raw = {**_DEFAULTS, **family.defaults, **raw}
+        raw = {**DEFAULTS, **family.defaults, **raw}
         _refuse_unsupported(architecture, raw)
 
-        num_layers = _size(raw, "num_hidden_layers")
-        num_heads = _size(raw, "num_attention_heads")
-        hidden_size = _size(raw, "hidden_size")
-        head_dim = _size(raw, "head_dim") if raw.get("head_dim") else hidden_size // num_heads
-        num_kv_heads = _size(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
+        num_layers = positive_int(raw, "num_hidden_layers")
+        num_heads = positive_int(raw, "num_attention_heads")
+        hidden_size = positive_int(raw, "hidden_size")
+        head_dim = positive_int(raw, "head_dim") if raw.get("head_dim") else hidden_size // num_heads
+        num_kv_heads = (
+            positive_int(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
+        )
         if num_heads % num_kv_heads:
             raise CheckpointError(
                 f"config.json: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
         attention_bias = bool(raw["attention_bias"]) and family.reads_attention_bias
-        rope, local_rope = _ropes(raw, head_dim, phi="Phi3" in architecture)
+        rope, local_rope = read_ropes(raw, head_dim, phi="Phi3" in architecture)
         return cls(
             architecture=architecture,
             model_type=str(raw.get("model_type", "")),
-            vocab_size=_size(raw, "vocab_size"),
+            vocab_size=positive_int(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_size(raw, "intermediate_size"),
+            intermediate_size=positive_int(raw, "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            max_position_embeddings=_size(raw, "max_position_embeddings"),
+            max_position_embeddings=positive_int(raw, "max_position_embeddings"),
             rms_norm_eps=float(raw["rms_norm_eps"]),
             activation=_activation(raw),
             tie_word_embeddings=bool(raw["tie_word_embeddings"]),
@@ -138,9 +128,7 @@ class ModelConfig:
             attention_scale=_attention_scale(raw, head_dim),
             attention_softcap=raw.get("attn_logit_softcapping") if family.attention_softcap else None,
             logits_softcap=raw.get("final_logit_softcapping") if family.gemma else None,
-            embedding_multiplier=math.sqrt(hidden_size)
-            if family.gemma
-            else float(raw["embedding_multiplier"]),
+            embedding_multiplier=math.sqrt(hidden_size) if family.gemma else raw["embedding_multiplier"],
             residual_multiplier=float(raw["residual_multiplier"]),
             logits_divisor=float(raw["logits_scaling"]),
             tensor_prefix=family.tensor_prefix,
@@ -149,149 +137,10 @@ class ModelConfig:
         )
 
 
-@dataclass(frozen=True)
-class _Family:
-    """What the architecture's name alone decides, and the defaults of its config.json."""
-
-    defaults: Mapping[str, Any]
-    windows: Literal["none", "all", "typed"] = "none"  # typed: by layer_types
-    no_rope_layers: bool = False
-    reads_attention_bias: bool = False
-    reads_mlp_bias: bool = False
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    gemma: bool = False
-    attention_softcap: bool = False
-    fused_projections: bool = False
-    tensor_prefix: str = "model."
-
-
-_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "default_theta": 10_000.0,
-    "default_local_theta": None,  # not None: layers with a window turn by their own theta
-}
-_OUTER_FIELDS = ("dtype", "torch_dtype", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-_GEMMA = {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-}
-# published text_configs leave out whatever equals the class default, sizes too
-_GEMMA3 = {
-    **_GEMMA,
-    "vocab_size": 262_208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 131_072,
-    "default_theta": 1_000_000.0,
-    "default_local_theta": 10_000.0,
-    "sliding_window_pattern": 6,
-}
-_QWEN = {"sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28}
-_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
-_FAMILIES: dict[str, _Family] = {
-    "LlamaForCausalLM": _Family(
-        {**_LLAMA_IDS, "max_position_embeddings": 2048}, reads_attention_bias=True, reads_mlp_bias=True
-    ),
-    "MistralForCausalLM": _Family(
-        {**_LLAMA_IDS, "max_position_embeddings": 131_072, "sliding_window": 4096, "num_key_value_heads": 8},
-        windows="all",
-    ),
-    "Qwen2ForCausalLM": _Family({**_QWEN, "max_position_embeddings": 32_768}, windows="typed", qkv_bias=True),
-    "Qwen3ForCausalLM": _Family(
-        {**_QWEN, "max_position_embeddings": 32_768, "head_dim": 128},
-        windows="typed",
-        reads_attention_bias=True,
-        qk_norm=True,
-    ),
-    "Gemma2ForCausalLM": _Family(
-        {
-            **_GEMMA,
-            "max_position_embeddings": 8192,
-            "sliding_window_pattern": 2,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        windows="typed",
-        reads_attention_bias=True,
-        gemma=True,
-        attention_softcap=True,
-    ),
-    "Gemma3ForCausalLM": _Family(
-        _GEMMA3, windows="typed", reads_attention_bias=True, gemma=True, qk_norm=True
-    ),
-    "Gemma3ForConditionalGeneration": _Family(
-        _GEMMA3,
-        windows="typed",
-        reads_attention_bias=True,
-        gemma=True,
-        qk_norm=True,
-        tensor_prefix="language_model.model.",
-    ),
-    "SmolLM3ForCausalLM": _Family(
-        {
-            "max_position_embeddings": 32_768,
-            "tie_word_embeddings": True,
-            "default_theta": 2_000_000.0,
-            "use_sliding_window": False,
-            "no_rope_layer_interval": 4,
-            "bos_token_id": 128_000,
-            "eos_token_id": 128_001,
-        },
-        windows="typed",
-        no_rope_layers=True,
-        reads_attention_bias=True,
-        reads_mlp_bias=True,
-    ),
-    "Phi3ForCausalLM": _Family(
-        {
-            "bos_token_id": 1,
-            "eos_token_id": 32_000,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 4096,
-            "original_max_position_embeddings": 4096,
-        },
-        windows="all",
-        fused_projections=True,
-    ),
-    "GraniteForCausalLM": _Family(
-        {**_LLAMA_IDS, "max_position_embeddings": 2048, "attention_multiplier": 1.0},
-        reads_attention_bias=True,
-        reads_mlp_bias=True,
-    ),
-}
-SUPPORTED_ARCHITECTURES: tuple[str, ...] = tuple(_FAMILIES)
-
-_ROPE_OWN_FIELDS = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor"})
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
-
-
 def _architecture(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or []
     for name in names:
-        if name in _FAMILIES:
+        if name in FAMILIES:
             return str(name)
     found = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r} without `architectures`"
     raise UnsupportedModelError(
@@ -306,13 +155,6 @@ def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
             f"this {architecture} attends in both directions (use_bidirectional_attention); "
             "qinfer runs causal decoders only"
         )
-
-
-def _size(raw: Mapping[str, Any], key: str) -> int:
-    value = raw.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive whole number")
-    return value
 
 
 def _activation(raw: Mapping[str, Any]) -> Literal["silu", "gelu_tanh"]:
@@ -345,7 +187,7 @@ def _ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-def _rotary_layers(raw: Mapping[str, Any], num_layers: int, family: _Family) -> tuple[bool, ...]:
+def _rotary_layers(raw: Mapping[str, Any], num_layers: int, family: Family) -> tuple[bool, ...]:
     if not family.no_rope_layers:
         return (True,) * num_layers
     flags = raw.get("no_rope_layers")  # in spite of its name, 1 marks a layer WITH rotary embedding
@@ -354,7 +196,7 @@ def _rotary_layers(raw: Mapping[str, Any], num_layers: int, family: _Family) -> 
     return tuple(map(bool, flags[:num_layers]))
 
 
-def _windows(raw: Mapping[str, Any], num_layers: int, family: _Family) -> tuple[int | None, ...]:
+def _windows(raw: Mapping[str, Any], num_layers: int, family: Family) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
     if family.windows == "none" or not raw.get("use_sliding_window", True) or window is None:
         return (None,) * num_layers
@@ -371,50 +213,3 @@ def _windows(raw: Mapping[str, Any], num_layers: int, family: _Family) -> tuple[
     if family.no_rope_layers:
         return tuple(None if turns else window for turns in _rotary_layers(raw, num_layers, family))
     return tuple(window if i >= raw["max_window_layers"] else None for i in range(num_layers))
-
-
-def _ropes(raw: Mapping[str, Any], head_dim: int, *, phi: bool) -> tuple[RopeConfig, RopeConfig | None]:
-    """The rotary embedding of all layers, and of those with a window where it is another."""
-    parameters = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    theta = raw.get("rope_theta") or raw["default_theta"]
-    local_theta = raw.get("rope_local_base_freq") or raw["default_local_theta"]
-    nested = "full_attention" in parameters or "sliding_attention" in parameters
-    local: Mapping[str, Any] = {}
-    if nested:
-        parameters, local = (parameters.get(k) or {} for k in ("full_attention", "sliding_attention"))
-    rope = _rope({"rope_theta": theta, **parameters}, raw, head_dim, phi=phi)
-    if local_theta is None and not local:
-        return rope, None
-    return rope, _rope({"rope_theta": local_theta or theta, **local}, raw, head_dim, phi=phi)
-
-
-def _rope(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int, *, phi: bool) -> RopeConfig:
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    if kind == "su" or (phi and kind == "yarn"):  # early names of longrope in Phi-3's own files
-        kind = "longrope"
-    if kind not in _ROPE_NEEDS:
-        raise UnsupportedModelError(
-            f"rope scaling {kind!r} is not supported; qinfer knows {', '.join(_ROPE_NEEDS)}"
-        )
-    fraction = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    rotary_dim = int(head_dim * fraction)
-    scaling = {k: v for k, v in parameters.items() if v is not None and k not in _ROPE_OWN_FIELDS}
-    missing = [key for key in _ROPE_NEEDS[kind] if key not in scaling]
-    if missing:
-        raise CheckpointError(f"config.json: rope scaling {kind!r} lacks {', '.join(missing)}")
-    for key in ("short_factor", "long_factor"):
-        if key in scaling:
-            scaling[key] = tuple(scaling[key])
-            if len(scaling[key]) != rotary_dim // 2:
-                raise CheckpointError(
-                    f"config.json: rope scaling's {key} has length {len(scaling[key])}, not {rotary_dim // 2}"
-                )
-    if kind != "default":
-        longest = _size(raw, "max_position_embeddings")
-        scaling["max_position_embeddings"] = longest
-        original = raw.get("original_max_position_embeddings")  # Phi-3 keeps it outside, and it rules there
-        scaling["original_max_position_embeddings"] = (
-            original or scaling.get("original_max_position_embeddings") or longest
-        )
-    theta = float(parameters["rope_theta"])
-    return RopeConfig(theta, cast(RopeKind, kind), rotary_dim, tuple(sorted(scaling.items())))

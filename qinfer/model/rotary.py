@@ -79,8 +79,8 @@ def _dynamic_theta(config: RopeConfig, scaling: dict[str, Any], context_len: int
 
 def _llama3(base: Tensor, scaling: dict[str, Any]) -> Tensor:
     """Pairs that turn more than `high` times over the trained length stay, under `low` times are slowed."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = scaling["original_max_position_embeddings"] * base / (2 * math.pi)
+    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
+    turns = base * float(scaling["original_max_position_embeddings"]) / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return base * (kept + (1 - kept) / float(scaling["factor"]))
 
