@@ -1,0 +1,112 @@
+"""A request and its sequences, in ids and counts: what is known before any tensor exists. No torch.
+
+A `Request` is what a user sent; each of its `n` continuations is a `Sequence`, which the scheduler treats on
+its own. A sequence is its token ids, prompt and output in one list, and how many of them have been computed,
+that is: have their K and V in its pages. Preempting it means forgetting the pages and the count, nothing
+else; its tokens and text stay, and what is recomputed later is the same list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from qinfer.outputs import Logprob, PromptLogprobs, RequestStateStats
+from qinfer.sampling_params import SamplingParams
+
+
+class StopRules(NamedTuple):
+    """When a sequence ends, by ids and counts; stop strings are the detokenizer's business."""
+
+    eos_ids: frozenset[int]  # empty where they are to be ignored
+    stop_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    @property
+    def blocked_ids(self) -> frozenset[int]:
+        """Ids that may not be chosen before min_tokens."""
+        return self.eos_ids | self.stop_ids
+
+
+@dataclass(eq=False)
+class Request:
+    """One call: prompt, parameters and when things happened."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    rules: StopRules
+    prompt: str | None = None
+    salt: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    metrics: RequestStateStats = field(default_factory=RequestStateStats)
+    num_cached: int | None = None  # prompt tokens found in the prefix cache; None until admitted
+    prompt_logprobs: PromptLogprobs = field(default_factory=lambda: [None])
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt positions remain whose log-probabilities are wanted."""
+        wanted = self.params.prompt_logprobs is not None
+        return wanted and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One continuation of a request."""
+
+    seq_id: int  # grows with arrival: the smaller, the earlier
+    request: Request
+    index: int  # which of the request's n
+    seed: int
+    token_ids: list[int]  # prompt and output
+    num_computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)  # of full pages, as far as they were needed
+    num_published: int = 0  # leading pages that the prefix cache knows
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    text: str = ""
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens whose K and V have not been computed; at least one while the sequence lives."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether this sequence has to compute its whole prompt for prompt_logprobs."""
+        return self.index == 0 and self.request.lacks_prompt_logprobs
+
+    def append(self, token_id: int) -> None:
+        """Takes the next token and ends the sequence where the rules say so."""
+        self.token_ids.append(token_id)
+        rules, count = self.request.rules, self.num_output
+        if count >= rules.min_tokens and token_id in rules.eos_ids:
+            self.finish_reason = "stop"
+        elif count >= rules.min_tokens and token_id in rules.stop_ids:
+            self.finish_reason, self.stop_reason = "stop", token_id
+        elif count >= rules.max_tokens:
+            self.finish_reason = "length"
+
+    def rewind(self) -> None:
+        """Forgets what was computed; the pages must have been released."""
+        self.num_computed = self.num_published = 0
+        self.pages = []
+        if self.scores_prompt:
+            self.request.prompt_logprobs = [None]

@@ -1,0 +1,141 @@
+"""From a plan of ints to logits: makes the step's tensors, runs the decoder over the pages.
+
+All chunks of a step lie one after the other in one row of tokens; decode is a chunk of length one, and
+nothing here asks which is which. `PagedAttend` is what the decoder calls in every layer: it writes the
+layer's K and V into their slots, then attends through the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qinfer import ops
+from qinfer.engine.kv_pool import KVPool
+from qinfer.engine.plan import StepPlan
+from qinfer.model.decoder import Decoder
+
+
+class StepInputs(NamedTuple):
+    """One step's tensors, int64: T tokens of B chunks."""
+
+    token_ids: Tensor  # [T]
+    positions: Tensor  # [T], within each sequence
+    slots: Tensor  # [T]: page * PAGE + offset
+    batch: ops.PagedBatch
+    sample_rows: Tensor  # rows of [T] whose next token is to be chosen, in the plan's order
+
+
+class StepOutput(NamedTuple):
+    """`logits` [S, V] float32 of the sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for."""
+
+    logits: Tensor
+    hidden: Mapping[int, Tensor]
+
+
+class StepRunner(Protocol):
+    """What the engine needs of a model; `testing.FakeRunner` is the other one."""
+
+    def run(
+        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
+    ) -> StepOutput:
+        """Runs a plan; `token_ids` by sequence id; hidden rows are kept for the sequences in `keep`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Kept rows [rows, H] -> [rows, V] float32."""
+        ...
+
+
+def step_inputs(
+    plan: StepPlan, token_ids: Mapping[int, Sequence[int]], page_size: int, device: torch.device
+) -> StepInputs:
+    """Tensors of a plan that has at least one chunk."""
+    chunks = plan.chunks
+    ids = [token for c in chunks for token in token_ids[c.seq_id][c.start : c.stop]]
+    lengths = np.array([c.stop - c.start for c in chunks])
+    stops = np.array([c.stop for c in chunks])
+    query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=query_starts[1:])
+    table = np.zeros((len(chunks), max(len(c.pages) for c in chunks)), dtype=np.int64)
+    for row, chunk in zip(table, chunks, strict=True):
+        row[: len(chunk.pages)] = chunk.pages
+    owner = np.repeat(np.arange(len(chunks)), lengths)
+    positions = np.arange(len(ids)) + np.repeat(stops - query_starts[1:], lengths)
+    slots = table[owner, positions // page_size] * page_size + positions % page_size
+    last_rows = query_starts[1:] - 1
+    arrays = (
+        np.array(ids, dtype=np.int64),
+        positions,
+        slots,
+        table,
+        stops,
+        query_starts,
+        last_rows[[c.sample for c in chunks]],
+    )
+    on_device = [torch.from_numpy(array).to(device) for array in arrays]
+    token, position, slot, *batch, sample_rows = on_device
+    return StepInputs(token, position, slot, ops.PagedBatch(*batch), sample_rows)
+
+
+class PagedAttend:
+    """Attention of one step over the pages: the decoder's `Attend`."""
+
+    def __init__(self, pool: KVPool, slots: Tensor, batch: ops.PagedBatch) -> None:
+        self._pool = pool
+        self._slots = slots
+        self._batch = batch
+        self._groups: dict[ops.Geometry, tuple[ops.RowGroup, ...]] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        pages = self._pool.layers[layer]
+        ops.write_kv(k, v, pages, self._slots)
+        geometry = ops.Geometry(k.shape[1], self._pool.page_size, window, q.dtype)
+        groups = self._groups.get(geometry)
+        if groups is None:
+            groups = self._groups[geometry] = ops.group_rows(self._batch, geometry)
+        return ops.paged_attention(q, pages, groups, scale=scale, softcap=softcap)
+
+
+class Runner:
+    """A decoder with its pages."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+        self.decoder = decoder
+        self.pool = pool
+
+    @torch.inference_mode()
+    def run(
+        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
+    ) -> StepOutput:
+        """Computes the plan's tokens, whose K and V are in the pages afterwards."""
+        inputs = step_inputs(plan, token_ids, self.pool.page_size, self.decoder.device)
+        attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
+        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attend)
+        kept: dict[int, Tensor] = {}
+        row = 0
+        for chunk in plan.chunks:
+            stop = row + chunk.stop - chunk.start
+            if chunk.seq_id in keep:
+                kept[chunk.seq_id] = hidden[row:stop]
+            row = stop
+        return StepOutput(self.decoder.logits(hidden[inputs.sample_rows]), kept)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Kept rows [rows, H] -> [rows, V] float32."""
+        return self.decoder.logits(hidden)

@@ -1,0 +1,149 @@
+"""Chooses each sequence's next token from its row of logits.
+
+All work is on tensors over rows; only what a request asks for is done, and only for the rows that ask, so a
+row's result does not depend on its neighbours. A step of plain greedy rows is one argmax. Randomness is one
+number per token, a hash of (seed, position): the same request draws the same numbers alone, in any batch,
+after a preemption and on any device.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qinfer import ops
+from qinfer.engine.request import Sequence
+from qinfer.outputs import Logprob
+
+Spell = Callable[[int], str]  # a token's own text
+
+
+class Sampled(NamedTuple):
+    """A chosen token, with its position's log-probabilities where they were asked for."""
+
+    token_id: int
+    logprobs: dict[int, Logprob] | None = None
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits, from a seed and the index of the output token."""
+    digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> list[Sampled]:
+    """One token for each row of logits [S, V]; `spell` gives log-probabilities their text."""
+    with torch.inference_mode():
+        adjusted = _adjust(logits, sequences)
+        ids = adjusted.argmax(1)
+        rows = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy]
+        if rows:
+            where = torch.tensor(rows, device=logits.device)
+            ids[where] = _draw(adjusted[where], [sequences[i] for i in rows])
+        logprobs = _sample_logprobs(logits, ids, sequences, spell)
+        return [Sampled(token, logprobs.get(i)) for i, token in enumerate(ids.tolist())]
+
+
+def describe(logits: Tensor, ids: Tensor, num_top: int, spell: Spell | None) -> list[dict[int, Logprob]]:
+    """Log-probabilities of ids [R] under logits [R, V] with the num_top likeliest (-1: all), chosen first."""
+    num_top = logits.shape[1] if num_top < 0 else num_top
+    chosen, ranks, values, tokens = (x.tolist() for x in ops.token_logprobs(logits, ids, num_top))
+    entries: list[dict[int, Logprob]] = []
+    for i, token in enumerate(ids.tolist()):
+        entry = {token: Logprob(chosen[i], ranks[i], spell(token) if spell else None)}
+        for rank, (value, other) in enumerate(zip(values[i], tokens[i], strict=True), start=1):
+            if other != token:
+                entry[other] = Logprob(value, rank, spell(other) if spell else None)
+        entries.append(entry)
+    return entries
+
+
+def _sample_logprobs(
+    logits: Tensor, ids: Tensor, sequences: list[Sequence], spell: Spell | None
+) -> dict[int, dict[int, Logprob]]:
+    found: dict[int, dict[int, Logprob]] = {}
+    by_count: dict[int, list[int]] = {}
+    for i, seq in enumerate(sequences):
+        if seq.request.params.logprobs is not None:
+            by_count.setdefault(seq.request.params.logprobs, []).append(i)
+    for count, rows in by_count.items():
+        where = torch.tensor(rows, device=logits.device)
+        found |= zip(rows, describe(logits[where], ids[where], count, spell), strict=True)
+    return found
+
+
+def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """Masks, biases and penalties; the same tensor where nobody asks for any."""
+    out = logits
+    for i, seq in enumerate(sequences):
+        params = seq.request.params
+        banned = _banned(seq)
+        if not (banned or params.logit_bias or params.allowed_token_ids):
+            continue
+        out = logits.clone() if out is logits else out
+        if params.allowed_token_ids is not None:
+            allowed = torch.tensor(params.allowed_token_ids, device=out.device)
+            kept = out[i, allowed].clone()
+            out[i].fill_(float("-inf"))
+            out[i, allowed] = kept
+        if banned:
+            out[i, torch.tensor(sorted(banned), device=out.device)] = float("-inf")
+        if params.logit_bias:
+            biased = torch.tensor(list(params.logit_bias), device=out.device)
+            out[i, biased] += torch.tensor(list(params.logit_bias.values()), device=out.device)
+    return _penalize(out, sequences)
+
+
+def _banned(seq: Sequence) -> set[int]:
+    """Ids that may not come next: ends before min_tokens, and what would complete a bad word."""
+    rules = seq.request.rules
+    banned = set(rules.blocked_ids) if seq.num_output < rules.min_tokens else set()
+    for word in seq.request.bad_words:
+        begun = len(word) - 1
+        if begun <= seq.num_output and tuple(seq.token_ids[len(seq.token_ids) - begun :]) == word[:-1]:
+            banned.add(word[-1])
+    return banned
+
+
+def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    rows = [i for i, seq in enumerate(sequences) if _penalties(seq) != (1.0, 0.0, 0.0)]
+    if not rows:
+        return logits
+    vocab_size = logits.shape[1]
+    chosen = [sequences[i] for i in rows]
+    outputs = [seq.token_ids[seq.num_prompt :] for seq in chosen]
+    counts = ops.token_counts(_padded(outputs, vocab_size).to(logits.device), vocab_size)
+    everything = _padded([seq.token_ids for seq in chosen], vocab_size).to(logits.device)
+    seen = ops.token_counts(everything, vocab_size) > 0
+    penalties = torch.tensor([_penalties(seq) for seq in chosen], device=logits.device)
+    where = torch.tensor(rows, device=logits.device)
+    return logits.index_copy(0, where, ops.apply_penalties(logits[where], seen, counts, *penalties.unbind(1)))
+
+
+def _penalties(seq: Sequence) -> tuple[float, float, float]:
+    params = seq.request.params
+    return params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+
+
+def _padded(lists: list[list[int]], fill: int) -> Tensor:
+    width = max(map(len, lists))
+    return torch.tensor([ids + [fill] * (width - len(ids)) for ids in lists], dtype=torch.int64)
+
+
+def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    params = [seq.request.params for seq in sequences]
+    device = logits.device
+    temperature = torch.tensor([p.temperature for p in params], device=device)
+    filtered = ops.filter_logits(
+        logits / temperature.unsqueeze(1),
+        torch.tensor([p.top_k for p in params], device=device),
+        torch.tensor([p.top_p for p in params], device=device),
+        torch.tensor([p.min_p for p in params], device=device),
+    )
+    numbers = [uniform(seq.seed, seq.num_output) for seq in sequences]
+    return ops.draw(filtered, torch.tensor(numbers, dtype=torch.float64, device=device))

@@ -1,0 +1,189 @@
+"""Who runs in the next step, in ids and counts. No torch.
+
+A step has one budget of tokens. Running sequences that need one more token (decode) come first, then chunks
+of prompts that are under way, then new sequences from the head of the queue, in order of arrival; nobody
+overtakes. A sequence is admitted when pages for all of its tokens are free, less what the prefix cache
+already has, and one spare page for every running sequence, which may need it soon. At least one token is
+always computed, because a full hit would leave nothing to sample from.
+
+When a running sequence needs a page and none is free, the latest arrival among the running is preempted: its
+pages go (their contents stay in the prefix cache as long as nobody takes them), it returns to the head of the
+queue and is computed again later. So every running sequence has arrived before every waiting one, the oldest
+always makes progress, and nobody starves. A sequence that alone needs more pages than exist ends with
+"length"; one whose prompt does is refused by `Engine.add`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from itertools import islice
+
+from qinfer.engine.options import StepLimits
+from qinfer.engine.pages import PagePool, page_key
+from qinfer.engine.plan import Chunk, StepPlan
+from qinfer.engine.request import Sequence
+
+
+class Scheduler:
+    """Queues of sequences over a pool of pages; `schedule`, run the plan, `commit`."""
+
+    def __init__(self, limits: StepLimits, pages: PagePool) -> None:
+        self.limits = limits
+        self.pages = pages
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.num_preemptions = 0
+        self.prefix_queries = 0  # prompt tokens looked up
+        self.prefix_hits = 0
+        self._outgrown: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        """Puts a new sequence at the end of the queue."""
+        self.waiting.append(seq)
+
+    def schedule(self) -> StepPlan:
+        """Chunks of the next step, at most max_num_batched_tokens; empty only where nothing can run.
+
+        Sequences that have outgrown the pool are ended on the way: see `take_outgrown`.
+        """
+        chunks: list[Chunk] = []
+        budget = self._schedule_decodes(chunks, self.limits.max_num_batched_tokens)
+        for seq in self.running:
+            if budget and seq.num_remaining > 1:
+                budget -= self._schedule_chunk(seq, min(seq.num_remaining, budget), chunks)
+        self._admit(chunks, budget)
+        return StepPlan(tuple(chunks))
+
+    def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Sequence]:
+        """Books a step that has run; `sampled` has a token for every chunk with `sample`.
+
+        Returns the sequences that got one, in the plan's order; those that it ended have left.
+        """
+        by_id = {seq.seq_id: seq for seq in self.running}
+        grown = []
+        for chunk in plan.chunks:
+            seq = by_id[chunk.seq_id]
+            seq.num_computed = chunk.stop
+            if chunk.sample:
+                seq.append(sampled[chunk.seq_id])
+                grown.append(seq)
+        for seq in grown:
+            if seq.finish_reason is not None:
+                self.finish(seq, seq.finish_reason, seq.stop_reason)
+        return grown
+
+    def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence and returns its pages; one that has left already just gets the reason."""
+        seq.finish_reason, seq.stop_reason = reason, stop_reason
+        self.pages.release(seq.pages)
+        seq.pages = []
+        if seq in self.running:
+            self.running.remove(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def take_outgrown(self) -> list[Sequence]:
+        """Sequences that the last `schedule` ended with "length" because no pool of this size holds them."""
+        outgrown, self._outgrown = self._outgrown, []
+        return outgrown
+
+    def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
+        i = 0
+        while i < len(self.running):
+            seq = self.running[i]
+            if seq.num_remaining > 1:
+                i += 1
+            elif self._grow(seq):
+                budget -= self._schedule_chunk(seq, 1, chunks)
+                i += 1
+        return budget
+
+    def _grow(self, seq: Sequence) -> bool:
+        """Gets the page for the sequence's last token where it needs one; False: it runs no longer."""
+        if self._has_outgrown(seq):
+            return False
+        pages = self.pages
+        needed = pages.pages_for(len(seq.token_ids))
+        if needed > len(seq.pages):
+            while not pages.num_free:
+                victim = self.running[-1]
+                self._preempt(victim)
+                if victim is seq:
+                    return False
+            seq.pages += pages.allocate(1)
+        return True
+
+    def _has_outgrown(self, seq: Sequence) -> bool:
+        """Whether no pool of this size could hold the sequence, which then ends here."""
+        if self.pages.pages_for(len(seq.token_ids)) <= self.pages.num_pages:
+            return False
+        self.finish(seq, "length")
+        self._outgrown.append(seq)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.pages.release(seq.pages)
+        seq.rewind()
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+        seq.request.metrics.num_preemptions += 1
+
+    def _schedule_chunk(self, seq: Sequence, count: int, chunks: list[Chunk]) -> int:
+        start, stop = seq.num_computed, seq.num_computed + count
+        size = self.pages.page_size
+        if self.pages.caching and stop // size > seq.num_published:
+            keys = self._keys(seq, stop // size)
+            for i in range(seq.num_published, stop // size):
+                self.pages.publish(seq.pages[i], keys[i])
+            seq.num_published = stop // size
+        pages = tuple(islice(seq.pages, self.pages.pages_for(stop)))
+        chunks.append(Chunk(seq.seq_id, start, stop, pages, sample=stop == len(seq.token_ids)))
+        return count
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
+            seq = self.waiting[0]
+            if self._has_outgrown(seq):
+                continue
+            hit = self._find(seq)
+            num_cached = len(hit) * self.pages.page_size
+            count = min(budget, len(seq.token_ids) - num_cached)
+            whole = count == len(seq.token_ids) - num_cached
+            if not (whole or self.limits.chunked_prefill):
+                return
+            new = self.pages.pages_for(len(seq.token_ids)) - len(hit)
+            if new + len(self.running) > self.pages.num_free - self.pages.num_idle(hit):
+                return
+            self.waiting.popleft()
+            self._start(seq, hit, new)
+            budget -= self._schedule_chunk(seq, count, chunks)
+
+    def _start(self, seq: Sequence, hit: list[int], new: int) -> None:
+        self.pages.hold(hit)
+        seq.pages = hit + self.pages.allocate(new)
+        seq.num_computed = len(hit) * self.pages.page_size
+        seq.num_published = len(hit)
+        self.running.append(seq)
+        request = seq.request
+        if seq.num_output == 0 and not request.metrics.num_preemptions:
+            self.prefix_queries += 0 if seq.scores_prompt or not self.pages.caching else seq.num_prompt
+            self.prefix_hits += seq.num_computed
+        if seq.index == 0 and request.num_cached is None:
+            request.num_cached = seq.num_computed
+
+    def _find(self, seq: Sequence) -> list[int]:
+        """Cached pages of the sequence's beginning; its last token is never among them."""
+        if seq.scores_prompt or not self.pages.caching:
+            return []
+        limit = (len(seq.token_ids) - 1) // self.pages.page_size
+        return self.pages.find(self._keys(seq, limit)[:limit])
+
+    def _keys(self, seq: Sequence, count: int) -> list[bytes]:
+        """Names of at least the first `count` full pages."""
+        keys, size = seq.page_keys, self.pages.page_size
+        for i in range(len(keys), count):
+            tokens = seq.token_ids[i * size : (i + 1) * size]
+            keys.append(page_key(keys[-1] if keys else b"", tokens, seq.request.salt))
+        return keys
