@@ -103,25 +103,22 @@ def _document(model: str, setting: Setting, rows: list[Row]) -> dict[str, Any]:
         "max_num_seqs": setting.max_num_seqs,
         "max_num_batched_tokens": setting.max_num_batched_tokens,
         "block_size": setting.block_size,
-        "rows": [
-            {
-                "scheme": row.scheme,
-                "kv_cache_dtype": row.kv_cache_dtype,
-                "fits": row.ledger is not None,
-                "weights": row.weights,
-                "reason": row.shortfall or None,
-                **({} if row.ledger is None else _numbers(row)),
-            }
-            for row in rows
-        ],
+        "rows": [_numbers(row) for row in rows],
     }
 
 
 def _numbers(row: Row) -> dict[str, Any]:
-    assert row.ledger is not None
-    ledger = row.ledger.to_dict()
+    """One row; the ledger's numbers are null where it does not fit."""
     names = ("activations", "graphs", "reserve", "kv_pool", "pages", "tokens", "sequences", "ratio")
-    return {name: ledger[name] for name in names}
+    ledger: dict[str, Any] = {} if row.ledger is None else row.ledger.to_dict()
+    return {
+        "scheme": row.scheme,
+        "kv_cache_dtype": row.kv_cache_dtype,
+        "fits": row.ledger is not None,
+        "reason": row.shortfall or None,
+        "weights": row.weights,
+        **{name: ledger.get(name) for name in names},
+    }
 
 
 def _text(model: str, config: ModelConfig, setting: Setting, rows: list[Row]) -> str:

@@ -1,0 +1,106 @@
+"""The door of the command line: exit codes, one-line errors, quick help, `python -m qinfer`."""
+
+import errno
+import subprocess
+import sys
+
+import pytest
+
+import qinfer as package
+from qinfer.cli import app, main
+from qinfer.cli.output import table, to_json
+from qinfer.errors import GateError, UserError
+
+COMMANDS = ("quantize", "eval", "generate", "serve", "plan", "inspect", "doctor")
+
+
+def test_help_lists_every_command_and_loads_nothing_heavy():
+    code = (
+        "import sys\n"
+        "try:\n    from qinfer.cli import main; main(['--help'])\n"
+        "finally:\n    print('loaded', {'torch', 'numpy', 'fastapi', 'rich'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert all(f"\n  {command} " in result.stdout for command in COMMANDS)
+    assert "loaded set()" in result.stdout
+
+
+def test_module_and_version():
+    command = [sys.executable, "-m", "qinfer", "--version"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.strip()) == (0, package.__version__)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_documents_each_of_its_options(qinfer, command):
+    code, out, _ = qinfer(command, "--help")
+    assert code == 0
+    assert "--json" in out
+    (registered,) = (c for c in app.registered_commands if c.name == command)
+    assert registered.callback
+    assert registered.callback.__doc__
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nonsense"], ["nonsense"], ["plan"], ["quantize", "model"], ["eval", "m"]]
+)
+def test_usage_errors_leave_with_2_and_print_nothing_on_stdout(qinfer, arguments):
+    code, out, err = qinfer(*arguments)
+    assert code == 2
+    assert out == ""
+    assert "Usage: qinfer" in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("group size 7:\n  choose 128"), 2, "qinfer: group size 7: choose 128"),
+        (GateError("no verdict"), 1, "qinfer: no verdict"),
+        (NotImplementedError("best_of is not there yet"), 2, "qinfer: best_of is not there yet"),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 2, "qinfer: Permission denied: /out"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "qinfer: No space left on device"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_one_line_on_stderr_with_their_code(qinfer, monkeypatch, error, code, line):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr("qinfer.checkpoint.checkpoint.open_checkpoint", fail)
+    result = qinfer("inspect", "somewhere", "--json")
+    assert result.code == code
+    assert result.stdout == ""
+    assert result.stderr.strip() == line
+
+
+def test_our_own_bugs_keep_their_traceback(monkeypatch):
+    def fail(path):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr("qinfer.checkpoint.checkpoint.open_checkpoint", fail)
+    with pytest.raises(AssertionError, match="a bug"):
+        main(["inspect", "somewhere"])
+
+
+def test_what_libraries_print_stays_out_of_the_result(qinfer, monkeypatch, tmp_path):
+    def loud(path):
+        print("a library says hello")
+        raise UserError("and then it failed")
+
+    monkeypatch.setattr("qinfer.checkpoint.checkpoint.open_checkpoint", loud)
+    result = qinfer("inspect", tmp_path)
+    assert result.stdout == ""
+    assert "a library says hello" in result.stderr
+
+
+def test_json_has_no_nan():
+    assert to_json({"a": [1.5, float("nan")], "b": {"c": float("inf")}, "d": (1,)}).split() == [
+        "{", '"a":', "[", "1.5,", "null", "],", '"b":', "{", '"c":', "null", "},", '"d":', "[", "1", "]", "}"
+    ]  # fmt: skip
+
+
+def test_table_aligns_its_columns():
+    assert table(("name", "n"), [("a", "1"), ("long name", "1000")]) == (
+        "name          n\na             1\nlong name  1000"
+    )
