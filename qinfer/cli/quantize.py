@@ -45,7 +45,7 @@ def quantize(
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of each.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of calibration and gate.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the calibration.")] = 42,
     gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Judge the result against MODEL.")] = True,
     profile: ProfileOption = "standard",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,

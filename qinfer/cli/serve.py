@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qinfer.cli.engine_options import describe_model, llm_keywords
 from qinfer.cli.options import (
     AllowUngatedOption,
     BlockSizeOption,
@@ -23,6 +25,10 @@ from qinfer.cli.options import (
     RevisionOption,
     SeedOption,
 )
+from qinfer.cli.output import stdout_kept_for_result, to_json
+
+if TYPE_CHECKING:
+    from qinfer.llm import LLM
 
 
 def serve(
@@ -53,5 +59,46 @@ def serve(
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve MODEL over HTTP until interrupted. With --json one document is printed when it is ready."""
-    raise NotImplementedError("serve")
+    """Serve MODEL over HTTP until it is interrupted.
+
+    What was loaded, the memory ledger and the address are told on stderr; with --json they are also one
+    document on stdout, as soon as requests are answered.
+    """
+    keywords = llm_keywords(
+        memory,
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        enable_prefix_caching=enable_prefix_caching,
+        chat_template=chat_template,
+        seed=seed,
+        allow_ungated=allow_ungated,
+        revision=revision,
+        hf_token=hf_token,
+        served_model_name=served_model_name or None,
+    )
+    stdout = sys.stdout
+
+    def ready(url: str, llm: LLM) -> None:
+        names = llm.served_model_names
+        print(f"{llm.gate.line}\n{llm.engine.ledger.to_text()}", file=sys.stderr)
+        print(f"{', '.join(names)} is served at {url}/v1", file=sys.stderr, flush=True)
+        if as_json:
+            document = {
+                "url": url,
+                "model": names[0],
+                "served_model_names": list(names),
+                **describe_model(llm),
+            }
+            print(to_json(document), file=stdout, flush=True)
+
+    with stdout_kept_for_result():
+        from qinfer.llm import LLM
+        from qinfer.server import run
+
+        run.serve(
+            lambda: LLM(model, **keywords), host=host, port=port, api_keys=api_key or (), on_ready=ready
+        )
