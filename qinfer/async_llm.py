@@ -1,0 +1,344 @@
+"""An engine in a thread of its own, fed from asyncio: what the HTTP server and async programs talk to.
+
+One thread owns the `Engine` and is the only one to touch it. Whoever wants something puts a command on a
+queue (add this request, abort that one, stop); the thread obeys all commands between two steps, steps while
+there is work, sleeps on the queue while there is none. What a step yields goes to each request's `_Mailbox`
+by `call_soon_threadsafe`, once per step and event loop. A mailbox holds the latest output only: outputs are
+cumulative, so a slow reader loses nothing and no queue can grow.
+
+A consumer that stops listening (cancelled, closed, gone) aborts its request. When the engine raises, every
+request, waiting or new, ends with EngineDeadError and the thread lives on only to say so; `shutdown` ends all
+requests with EngineStoppedError and joins the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+from qinfer.engine.engine import Engine
+from qinfer.engine.options import EngineStats
+from qinfer.errors import EngineDeadError, UserError
+from qinfer.llm import LLM
+from qinfer.outputs import RequestOutput
+from qinfer.sampling_params import SamplingParams
+from qinfer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine was shut down on purpose; another server may answer."""
+
+
+class Observer(Protocol):
+    """Told what happens to requests, always on the engine's thread; times are `time.monotonic` seconds."""
+
+    def added(self, request_id: str, params: SamplingParams, arrival: float) -> None:
+        """The engine has taken the request in."""
+        ...
+
+    def stepped(self, outputs: Sequence[RequestOutput], stats: EngineStats, now: float) -> None:
+        """A step has ended with these outputs."""
+        ...
+
+    def ended(self, request_id: str, reason: str) -> None:
+        """The request ended without a last output: nobody wants it ("abort") or the engine died ("error")."""
+        ...
+
+
+class _Mailbox:
+    """The latest output of one request, read on `loop`; everything here runs on that loop's thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._content: RequestOutput | Exception | None = None
+
+    def put(self, content: RequestOutput | Exception) -> None:
+        self._content = content
+        self._arrived.set()
+
+    async def take(self) -> RequestOutput:
+        await self._arrived.wait()
+        self._arrived.clear()
+        content = self._content
+        if isinstance(content, Exception):
+            raise content
+        assert content is not None
+        return content
+
+
+@dataclass
+class _Request:
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    mailbox: _Mailbox
+    prompt: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    arrival_time: float = field(default_factory=time.time)
+    latest: RequestOutput | None = None
+
+    def aborted(self) -> RequestOutput:
+        """What a reader gets in place of the rest."""
+        latest = self.latest or RequestOutput(self.request_id, self.prompt, self.token_ids, None, [], False)
+        outputs = [
+            replace(choice, finish_reason=choice.finish_reason or "abort") for choice in latest.outputs
+        ]
+        return replace(latest, outputs=outputs, finished=True)
+
+
+class AsyncLLM:
+    """Runs an LLM's engine for asyncio: `async for output in engine.generate(prompt, params, "id")`.
+
+    Takes the engine over: from here on only this object may use it, and `LLM.generate` on the same model is a
+    mistake. Requests may come from any event loop. `shutdown` must be called at the end.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+        self.tokenizer: Tokenizer = llm.get_tokenizer()
+        self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
+        self.stats: EngineStats = llm.engine.stats()  # after the latest step
+        self.dead_error: EngineDeadError | None = None
+        self._engine: Engine = llm.engine
+        self._observers: tuple[Observer, ...] = ()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._gate = threading.Lock()  # nothing is handed over after the command to stop
+        self._stopping = False
+        self._stopped = False
+        self._handed_over = 0
+        self._live: dict[str, _Request] = {}  # the engine's thread only
+        self._thread = threading.Thread(target=self._run, name="qinfer-engine", daemon=True)
+        self._thread.start()
+
+    # ---- for everyone
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence, prompt and answer, in tokens."""
+        return self._engine.limits.max_model_len
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait: in the engine's queue or on their way to it."""
+        return self.stats.num_waiting + self._handed_over
+
+    @property
+    def errored(self) -> bool:
+        """Whether the engine has died."""
+        return self.dead_error is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are accepted."""
+        return not self._stopping and not self.errored
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine has died or was stopped."""
+        if self.dead_error is not None:
+            raise self.dead_error
+        if self._stopping:
+            raise EngineStoppedError("the engine was shut down")
+
+    def observe(self, observer: Observer) -> None:
+        """Tells `observer` of every request from now on."""
+        self._observers += (observer,)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the request's state whenever it has grown, the last time with `finished` set.
+
+        `prompt` is text, token ids, or a mapping with `prompt` or `prompt_token_ids`; `request_id` must not
+        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. Raises UserError for
+        what can never run and EngineDeadError. Closing or cancelling the iteration aborts the request.
+        """
+        text, token_ids = await self._prompt(prompt)
+        params = sampling_params or self.default_sampling_params
+        request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt)
+        self._hand_over(request)
+        finished = False
+        try:
+            while not finished:
+                output = await request.mailbox.take()
+                finished = output.finished
+                yield output
+        finally:
+            if not finished:
+                self._commands.put(partial(self._abort, request))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests by id; their consumers see a last output with finish_reason "abort"."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            self._commands.put(partial(self._abort_by_id, one))
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Ends every request with EngineStoppedError and joins the thread, after the step it is in.
+
+        Returns whether the thread has ended within `timeout` seconds (None: waits as long as it takes).
+        """
+        with self._gate:
+            if not self._stopping:
+                self._stopping = True
+                self._commands.put(self._stop)
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    # ---- on the caller's loop
+
+    async def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: Any = prompt
+        ids: Any = None
+        if isinstance(prompt, Mapping):
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        elif not isinstance(prompt, str):
+            text, ids = None, prompt
+        if ids is not None:
+            return text, list(ids)
+        if not isinstance(text, str):
+            raise UserError(
+                'a prompt is text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}', "prompt"
+            )
+        return text, await asyncio.to_thread(self.tokenizer.encode, text)
+
+    def _hand_over(self, request: _Request) -> None:
+        with self._gate:
+            if self._stopping:
+                raise EngineStoppedError("the engine was shut down")
+            if self.dead_error is not None:
+                raise self.dead_error
+            self._handed_over += 1
+            self._commands.put(partial(self._add, request))
+
+    # ---- on the engine's thread
+
+    def _run(self) -> None:
+        while not self._stopped or not self._commands.empty():
+            self._obey()
+            if self.dead_error is None and self._engine.has_unfinished():
+                try:
+                    self._step()
+                except Exception as error:  # whatever it was, the engine's state cannot be trusted any more
+                    self._die(error)
+
+    def _obey(self) -> None:
+        """Runs all commands at hand; waits for one when the engine has nothing to do."""
+        busy = self.dead_error is None and self._engine.has_unfinished()
+        if not busy:
+            self._commands.get()()
+        while not self._commands.empty():
+            self._commands.get()()
+        if self.dead_error is None:
+            self.stats = self._engine.stats()
+
+    def _step(self) -> None:
+        outputs = self._engine.step()
+        self.stats = self._engine.stats()
+        now = time.monotonic()
+        for observer in self._observers:
+            observer.stepped(outputs, self.stats, now)
+        mail = []
+        for output in outputs:
+            request = self._live.get(output.request_id)
+            if request is None:  # aborted since the step was planned
+                continue
+            request.latest = output
+            mail.append((request.mailbox, output))
+            if output.finished:
+                del self._live[output.request_id]
+        self._deliver(mail)
+
+    def _add(self, request: _Request) -> None:
+        with self._gate:
+            self._handed_over -= 1
+        if self.dead_error is not None:
+            return self._deliver([(request.mailbox, self.dead_error)])
+        try:
+            self._engine.add(
+                request.request_id,
+                request.token_ids,
+                request.params,
+                prompt=request.prompt,
+                priority=request.priority,
+                arrival_time=request.arrival_time,
+                cache_salt=request.cache_salt,
+            )
+        except (UserError, NotImplementedError) as error:
+            return self._deliver([(request.mailbox, error)])
+        except Exception as error:  # a bug in `add` may have left half a request behind
+            self._deliver([(request.mailbox, EngineDeadError("the engine has died"))])
+            return self._die(error)
+        self._live[request.request_id] = request
+        for observer in self._observers:
+            observer.added(request.request_id, request.params, request.arrival)
+
+    def _abort(self, request: _Request) -> None:
+        if self._live.get(request.request_id) is not request or self.dead_error is not None:
+            return  # never taken in, or finished meanwhile; the id may belong to another request by now
+        del self._live[request.request_id]
+        self._engine.abort(request.request_id)
+        for observer in self._observers:
+            observer.ended(request.request_id, "abort")
+
+    def _abort_by_id(self, request_id: str) -> None:
+        request = self._live.get(request_id)
+        if request is not None:
+            self._abort(request)
+            self._deliver([(request.mailbox, request.aborted())])
+
+    def _die(self, error: Exception) -> None:
+        logger.error("the engine has died", exc_info=error)
+        self.dead_error = EngineDeadError(f"the engine has died ({type(error).__name__})")
+        self.stats = self.stats._replace(num_running=0, num_waiting=0, kv_usage=0.0)
+        self._deliver([(request.mailbox, self.dead_error) for request in self._live.values()])
+        for request_id in self._live:
+            for observer in self._observers:
+                observer.ended(request_id, "error")
+        self._live.clear()
+
+    def _stop(self) -> None:
+        stopped = EngineStoppedError("the engine was shut down")
+        for request in list(self._live.values()):
+            self._abort(request)
+            self._deliver([(request.mailbox, stopped)])
+        self._live.clear()
+        self._stopped = True
+
+    def _deliver(self, mail: Sequence[tuple[_Mailbox, RequestOutput | Exception]]) -> None:
+        by_loop = defaultdict(list)
+        for mailbox, content in mail:
+            by_loop[mailbox.loop].append((mailbox, content))
+        for loop, letters in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put_all, letters)
+            except RuntimeError:  # that loop was closed with requests in flight: nobody waits there any more
+                logger.debug("an event loop was closed before its %d answers came", len(letters))
+
+
+def _put_all(letters: Sequence[tuple[_Mailbox, RequestOutput | Exception]]) -> None:
+    for mailbox, content in letters:
+        mailbox.put(content)

@@ -1,0 +1,116 @@
+"""What both answers, of completions and of chat, are made of: requests to the engine, chunks, token counts.
+
+A route makes an `Answer` once the prompts are tokens. Streamed or not, the engine's outputs run through
+`outputs`; streamed, `chunks` says what each adds; whole, `body` reads the last ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import NamedTuple, TypeVar
+
+from starlette.responses import Response
+
+from qinfer.outputs import RequestOutput
+from qinfer.sampling_params import SamplingParams
+from qinfer.server.deltas import usage_of
+from qinfer.server.protocol import GenerationRequest
+from qinfer.server.state import ServerState
+from qinfer.server.streaming import EventStream, after_first, ended_in_order, event, merge
+from qinfer.server.wire import Body, Usage
+
+T = TypeVar("T")
+
+
+class Work(NamedTuple):
+    """One request to the engine: the prompt as tokens, its text where the client sent one, the parameters."""
+
+    token_ids: list[int]
+    text: str | None
+    params: SamplingParams
+
+
+class Answer(ABC):
+    """One HTTP answer as it grows; `latest[i]` is the newest output of prompt i."""
+
+    generated = True  # False: the one generated token is dropped and not counted
+
+    def __init__(
+        self, state: ServerState, request: GenerationRequest, answer_id: str, work: Sequence[Work]
+    ) -> None:
+        self.state, self.request, self.id, self.work = state, request, answer_id, work
+        self.created = int(time.time())
+        self.model = state.model_names[0]
+        self.latest: list[RequestOutput | None] = [None] * len(work)
+
+    @abstractmethod
+    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
+        """What a stream says now that prompt number `prompt` has this output."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The chunk without choices that ends a stream with token counts."""
+
+    @abstractmethod
+    def body(self) -> Body:
+        """The whole answer, once every prompt has finished."""
+
+    async def respond(self) -> Response:
+        """The HTTP answer; a stream begins with the engine's first output, so earlier faults are HTTP's."""
+        if self.request.stream:
+            return EventStream(ended_in_order(await after_first(self.events())))
+        async for _ in self.outputs():
+            pass
+        return Response(self.body().json_text(), media_type="application/json")
+
+    async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """(prompt, output) as they come; closing this aborts what still runs."""
+        unique = uuid.uuid4().hex[:8]  # clients choose ids, and may choose the same
+        sources = [
+            self.state.engine.generate(
+                {"prompt": work.text, "prompt_token_ids": work.token_ids},
+                work.params,
+                f"{self.id}-{unique}-{index}",
+                priority=self.request.priority,
+                cache_salt=self.request.cache_salt,
+            )
+            for index, work in enumerate(self.work)
+        ]
+        async with aclosing(merge(sources)) as merged:
+            async for index, output in merged:
+                self.latest[index] = output
+                yield index, output
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """The stream's events, without the last `[DONE]`."""
+        async with aclosing(self.outputs()) as outputs:
+            async for index, output in outputs:
+                if chunks := self.chunks(index, output):
+                    yield "".join(event(chunk.json_text()) for chunk in chunks)
+        if self.request.include_usage:
+            yield event(self.usage_chunk(self.usage()).json_text())
+
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return usage_of([output for output in self.latest if output is not None], generated=self.generated)
+
+    def usage_field(self) -> dict[str, Usage]:
+        """`usage` for a chunk: only where the client wants it in every one."""
+        return {"usage": self.usage()} if self.request.continuous_usage else {}
+
+
+def truncated(token_ids: list[int], keep: int | None, max_model_len: int) -> list[int]:
+    """The last `keep` tokens (-1: as many as the context holds; None: all)."""
+    if keep is None:
+        return token_ids
+    return token_ids[len(token_ids) - min(len(token_ids), max_model_len - 1 if keep == -1 else keep) :]
+
+
+async def off_the_loop(work: Callable[[], T]) -> T:
+    """Runs tokenizing or templating in a thread: a long prompt must not hold up every stream."""
+    return await asyncio.to_thread(work)

@@ -1,0 +1,162 @@
+"""POST /v1/chat/completions: a conversation in, the next turn out.
+
+The model's own chat template turns the messages into tokens. A stream says the role first, once per choice
+and only when the engine's first output is there; then text, then the finish reason with the last text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from starlette.responses import Response
+
+from qinfer.outputs import CompletionOutput, RequestOutput
+from qinfer.server.answer import Answer, Work, off_the_loop, truncated
+from qinfer.server.deltas import Delta, Progress
+from qinfer.server.errors import ApiError
+from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
+from qinfer.server.protocol import ChatRequest
+from qinfer.server.sampling import chat_params, check_room
+from qinfer.server.state import ServerState
+from qinfer.server.wire import Body, Chat, ChatChoice, ChatLogprobs, ChatMessage, Usage
+
+ROLE = "assistant"
+# what the request has fields of its own for; a template variable of that name would contradict them
+_RESERVED = frozenset(
+    {"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template"}
+)
+
+
+async def answer(state: ServerState, request: ChatRequest, request_id: str) -> Response:
+    """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
+    state.admit(request)
+    work = await off_the_loop(partial(_work, state, request))
+    return await ChatAnswer(state, request, f"chatcmpl-{request.request_id or request_id}", [work]).respond()
+
+
+def _work(state: ServerState, request: ChatRequest) -> Work:
+    engine = state.engine
+    if request.chat_template is not None and not state.trust_request_chat_template:
+        raise ApiError(400, "chat_template in a request is refused: a template is a program", "chat_template")
+    token_ids = engine.tokenizer.apply_chat_template(
+        [message.for_template() for message in request.messages],
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        chat_template=request.chat_template,
+        **_template_variables(request),
+    )
+    if request.add_special_tokens:
+        token_ids = engine.tokenizer.encode("") + token_ids
+    token_ids = truncated(token_ids, request.truncate_prompt_tokens, engine.max_model_len)
+    if not token_ids:
+        raise ApiError(400, "the template makes no token of these messages", "messages")
+    room = check_room(len(token_ids), engine.max_model_len)
+    return Work(token_ids, None, chat_params(request, engine.default_sampling_params, room=room))
+
+
+def _template_variables(request: ChatRequest) -> dict[str, Any]:
+    variables = dict(request.chat_template_kwargs or {})
+    if reserved := sorted(_RESERVED & variables.keys()):
+        raise ApiError(400, f"{reserved[0]} is a field of its own", "chat_template_kwargs")
+    for name in ("documents", "reasoning_effort"):
+        if (value := getattr(request, name)) is not None:
+            variables[name] = value
+    return variables
+
+
+class ChatAnswer(Answer):
+    """A chat completion as it grows."""
+
+    request: ChatRequest
+
+    def __init__(
+        self, state: ServerState, request: ChatRequest, answer_id: str, work: Sequence[Work]
+    ) -> None:
+        super().__init__(state, request, answer_id, work)
+        self._progress: dict[int, Progress] = {}
+        self._num_finished = 0
+
+    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
+        """The role of a choice that is new, then what it says."""
+        chunks: list[Body] = []
+        for completion in output.outputs:
+            if completion.index not in self._progress:
+                chunks.append(self._role_chunk(completion.index, output))
+            if (delta := self._take(completion)) is not None:
+                chunks.append(self._chunk(completion.index, delta))
+        return chunks
+
+    def usage_chunk(self, usage: Usage) -> Body:
+        """Token counts and no choice."""
+        return self._chat("chat.completion.chunk", [], {"usage": usage})
+
+    def body(self) -> Body:
+        """All choices, in order."""
+        output = self.latest[0]
+        assert output is not None, "the request has finished"
+        choices = []
+        for completion in output.outputs:
+            delta = self._take(completion)
+            assert delta is not None, "nothing was taken before"
+            text = self._echo() + delta.text
+            message = ChatMessage(role=ROLE, content=text, refusal=None)
+            choices.append(self._choice(completion.index, delta, {"message": message}))
+        more: dict[str, Any] = {"system_fingerprint": self.state.fingerprint, "usage": self.usage()}
+        if self.request.return_token_ids:
+            more["prompt_token_ids"] = output.prompt_token_ids
+        if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return self._chat("chat.completion", choices, more)
+
+    def _take(self, completion: CompletionOutput) -> Delta | None:
+        interval = self.request.stream_interval or 1
+        return self._progress.setdefault(completion.index, Progress(interval)).take(completion)
+
+    def _role_chunk(self, index: int, output: RequestOutput) -> Body:
+        delta = ChatMessage(role=ROLE, content=self._echo())
+        choice = ChatChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+        more: dict[str, Any] = self.usage_field()
+        if self.request.return_token_ids:
+            more["prompt_token_ids"] = output.prompt_token_ids
+        return self._chat("chat.completion.chunk", [choice], more)
+
+    def _chunk(self, index: int, delta: Delta) -> Body:
+        said = ChatMessage(content=delta.text) if delta.text else ChatMessage()
+        more: dict[str, Any] = self.usage_field()
+        if delta.finish_reason is not None:
+            self._num_finished += 1
+            if self._num_finished == self.work[0].params.n:
+                more["system_fingerprint"] = self.state.fingerprint
+        return self._chat("chat.completion.chunk", [self._choice(index, delta, {"delta": said})], more)
+
+    def _choice(self, index: int, delta: Delta, said: Mapping[str, ChatMessage]) -> ChatChoice:
+        more: dict[str, Any] = dict(said)
+        if delta.finish_reason is not None:
+            more["stop_reason"] = delta.stop_reason
+        if self.request.return_token_ids:
+            more["token_ids"] = list(delta.token_ids)
+        logprobs = self._logprobs(delta)
+        return ChatChoice(index=index, logprobs=logprobs, finish_reason=delta.finish_reason, **more)
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if delta.logprobs is None:
+            return None
+        return chat_logprobs(
+            self.state.engine.tokenizer,
+            delta.token_ids,
+            delta.logprobs,
+            num_top=self.request.top_logprobs or 0,
+            as_ids=self.request.return_tokens_as_token_ids,
+        )
+
+    def _chat(self, kind: Any, choices: list[ChatChoice], more: Mapping[str, Any]) -> Chat:
+        return Chat(id=self.id, object=kind, created=self.created, model=self.model, choices=choices, **more)
+
+    def _echo(self) -> str:
+        """With `echo`, the text of a last message of the assistant's, which the answer goes on from."""
+        last = self.request.messages[-1]
+        if not self.request.echo or last.role != ROLE:
+            return ""
+        return str(last.for_template()["content"])

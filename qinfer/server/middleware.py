@@ -1,0 +1,95 @@
+"""What happens around every request, as plain ASGI: its id, the API key, a last resort for our own bugs.
+
+Not Starlette's `BaseHTTPMiddleware`: that one reads the body through a queue and hides the client's leaving.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from qinfer.server.errors import Failure
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"})
+_PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestFrame:
+    """Gives a request its id and headers, counts its answer, and turns an escaped exception into a 500.
+
+    The id is the client's `X-Request-Id` where that is up to 128 visible characters, else a new one; it is in
+    `scope["state"]["request_id"]` and in the answer. `headers` go on every answer. `count` is told the
+    route's path, the method and the status.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], count: Callable[[str, str, int], None]
+    ) -> None:
+        self.app, self.headers, self.count = app, headers, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status = 0
+
+        async def framed(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                for name, value in self.headers:
+                    headers[name] = value
+            await send(message)
+
+        try:
+            await self.app(scope, receive, framed)
+        except Exception:  # nothing above us would answer, and a traceback is for the log only
+            logger.exception("request %s failed", request_id)
+            if status:
+                raise  # the answer has begun: all that is left is to close the connection
+            await Failure(500, "internal error").response()(scope, receive, framed)
+        finally:
+            self.count(getattr(scope.get("route"), "path", "none"), scope["method"], status)
+
+
+class RequireKey:
+    """Answers 401 where the bearer token is none of `keys`; OPEN_PATHS and OPTIONS need none.
+
+    Keys are compared as SHA-256 digests in constant time.
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self.app = app
+        self.digests = [_digest(key) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        guarded = scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in OPEN_PATHS
+        if guarded and not self._known(Headers(scope=scope).get("authorization", "")):
+            failure = Failure(401, "a valid API key is required: Authorization: Bearer KEY")
+            return await failure.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def _known(self, authorization: str) -> bool:
+        kind, _, key = authorization.partition(" ")
+        if kind.lower() != "bearer":
+            return False
+        digest = _digest(key.strip())
+        matches = [hmac.compare_digest(digest, known) for known in self.digests]  # always all of them
+        return any(matches)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,220 @@
+"""The bodies that the OpenAI routes take: their fields, types and bounds, and nothing of what they do.
+
+Fields that OpenAI does not know carry vLLM's names. What is not listed is accepted and ignored, since SDKs
+send new fields all the time; `unknown_fields` names it for the log. None means "not given" everywhere.
+Ranges of sampling fields are checked by `SamplingParams`, once for all faces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+MAX_PROMPTS = 1024
+MAX_STOPS = 4
+MAX_MESSAGES = 4096
+_INT64 = 2**63
+
+
+def _unicode(text: str) -> str:
+    """JSON may hold what no text can: half a surrogate pair; a NUL is text to nobody."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"lone surrogate at character {error.start}: this is no valid Unicode") from None
+    if "\x00" in text:
+        raise ValueError(f"NUL character at character {text.index(chr(0))}: this is no text")
+    return text
+
+
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Text = Annotated[str, AfterValidator(_unicode)]
+TokenIds = list[int]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The answer's form; only text exists so far."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[Text] | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    add_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
+    request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
+    return_tokens_as_token_ids: bool = False
+    return_token_ids: bool = False
+    stream_interval: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None  # of beam search only
+    cache_salt: Annotated[Text, Field(min_length=1, max_length=1024)] | None = None
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
+        if self.use_beam_search and self.stream:
+            raise ValueError("beam search cannot be streamed")
+        return self
+
+    def refuse_absent(self) -> None:
+        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
+        if self.use_beam_search:
+            raise NotImplementedError("qinfer does not have beam search (use_beam_search)")
+        if self.structured_outputs is not None:
+            raise NotImplementedError("qinfer does not have structured output (structured_outputs)")
+        if self.response_format is not None and self.response_format.type != "text":
+            raise NotImplementedError(
+                f"qinfer does not have structured output (response_format {self.response_format.type!r:.50})"
+            )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk carries token counts."""
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def unknown_fields(self) -> list[str]:
+        """Names of fields that were sent and mean nothing here."""
+        return sorted(self.model_extra or ())
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Text | TokenIds | list[TokenIds] | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
+    max_tokens: Count | None = None  # None: 16, as OpenAI's
+    logprobs: Count | None = None
+    echo: bool = False
+    suffix: str | None = None
+
+    def prompts(self) -> Sequence[str | TokenIds]:
+        """The prompts, always as a list, which may be empty."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return cast(Sequence[str | TokenIds], self.prompt)
+
+    def refuse_absent(self) -> None:
+        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
+        super().refuse_absent()
+        if self.suffix:
+            raise NotImplementedError("qinfer does not have fill-in-the-middle (suffix)")
+
+
+class TextPart(BaseModel):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(BaseModel):
+    """One turn of a conversation; what a template may read beside role and content is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[Text, Field(min_length=1, max_length=64)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise ValueError(f"the content of a {self.role!r:.70} message must not be null")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The turn as chat templates read it: parts joined by newlines, null content as the empty string."""
+        content = self.content
+        if isinstance(content, list):
+            content = "\n".join(part.text for part in content)
+        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {"role": self.role, "content": content or "", **extra}
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Text | None = None
+    include_reasoning: bool | None = None
+    chat_template: Text | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    echo: bool = False
+
+    @model_validator(mode="after")
+    def _asks_for_what_goes_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message needs add_generation_prompt=false")
+        if self.tools is not None and not self.tools:
+            raise ValueError("tools must not be an empty list: leave it out")
+        if self.tools is None and self.tool_choice not in (None, "none"):
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    def refuse_absent(self) -> None:
+        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
+        super().refuse_absent()
+        if self.tools and self.tool_choice != "none":
+            raise NotImplementedError("qinfer does not have tools (tools)")

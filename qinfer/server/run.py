@@ -1,0 +1,139 @@
+"""One server process, from the port to the exit code.
+
+The order is the point. First the port, so that a mistake costs no loading; then the model, on the main
+thread, while `waiting` answers 503; then uvicorn on the same socket, and one line that says where. SIGTERM
+and SIGINT end it the same way at any time: during loading at once, later by ending every request with an
+error, closing, and joining the engine's thread; exit code 0. A second signal, or a step that takes longer
+than the grace, ends the process without waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+from qinfer.async_llm import AsyncLLM
+from qinfer.llm import LLM
+from qinfer.server.app import build_app
+from qinfer.server.exposition import Compat
+from qinfer.server.waiting import LoadingAnswers, listen
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE = 3.0  # seconds for answers to end, and again for the step that the engine is in
+
+
+def serve(
+    load: Callable[[], LLM],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_keys: Sequence[str] = (),
+    served_model_names: Sequence[str] | None = None,
+    metrics_compat: Compat = "vllm",
+    on_ready: Callable[[str, LLM], None] | None = None,
+) -> None:
+    """Serves the model that `load` makes until SIGTERM or SIGINT, then returns; must run on the main thread.
+
+    `on_ready` is told the URL and the model once requests are answered; without it a line goes to stderr.
+    Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A signal
+    during loading raises SystemExit(0).
+    """
+    with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
+        with LoadingAnswers(listener):
+            engine = AsyncLLM(load())
+        app = build_app(
+            engine,
+            served_model_names=served_model_names,
+            api_keys=api_keys,
+            metrics_compat=metrics_compat,
+        )
+        asyncio.run(_serve(app, engine, listener, on_ready or _say_where))
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise SystemExit(0) on the main thread, wherever it is."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    before = {number: signal.signal(number, end) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handling of its own: it would raise the signal again after closing."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(
+    app: FastAPI, engine: AsyncLLM, listener: socket.socket, on_ready: Callable[[str, LLM], None]
+) -> None:
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_keep_alive=5,
+        timeout_graceful_shutdown=int(GRACE),
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, _stop, server, engine)
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    if not serving.done():
+        on_ready(_url(listener), engine.llm)
+    try:
+        await serving
+    finally:
+        if not await asyncio.to_thread(engine.shutdown, GRACE):
+            logger.warning("the engine is still in a step: leaving without it")
+            _leave()
+
+
+def _stop(server: _Server, engine: AsyncLLM) -> None:
+    if server.should_exit:  # the second time it is meant
+        _leave()
+    engine.shutdown(timeout=0)  # ends all requests; the thread is joined when the server has closed
+    server.should_exit = True
+
+
+def _leave() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # not sys.exit: the interpreter would take the engine's thread apart in the middle of a step
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _say_where(url: str, llm: LLM) -> None:
+    print(
+        f"{', '.join(llm.served_model_names)} is served at {url}/v1 ({llm.gate.line})",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,65 @@
+"""What all routes of one server share."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from qinfer import __version__
+from qinfer.async_llm import AsyncLLM
+from qinfer.evals.certificate import GateStatus
+from qinfer.server.errors import ApiError
+from qinfer.server.protocol import GenerationRequest
+from qinfer.server.wire import ModelCard
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The engine and how it is presented; the first of `model_names` signs every answer."""
+
+    engine: AsyncLLM
+    model_names: tuple[str, ...]
+    gate: GateStatus
+    trust_request_chat_template: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: changes when the same request may be answered differently."""
+        engine = self.engine
+        decides = f"{self.model_names[0]} {engine.llm.config} {engine.max_model_len} {self.gate}"
+        return f"qinfer-{__version__}-{hashlib.sha256(decides.encode()).hexdigest()[:8]}"
+
+    def check_model(self, name: str | None) -> None:
+        """Raises the 404 of an unknown model; None means the served one."""
+        if name is not None and name not in self.model_names:
+            served = ", ".join(self.model_names)
+            raise ApiError(404, f"the model {name[:200]!r} does not exist; served here: {served}", "model")
+
+    def admit(self, request: GenerationRequest) -> None:
+        """Raises where the request wants another model or a feature that is not there."""
+        self.check_model(request.model)
+        request.refuse_absent()
+        if unknown := request.unknown_fields():
+            logger.debug("fields that mean nothing here: %s", ", ".join(unknown))
+
+    def cards(self) -> list[ModelCard]:
+        """/v1/models: one entry per name."""
+        root, length = self.model_names[0], self.engine.max_model_len
+        return [
+            ModelCard(
+                id=name,
+                object="model",
+                created=self.created,
+                owned_by="qinfer",
+                root=root,
+                parent=None,
+                max_model_len=length,
+            )
+            for name in self.model_names
+        ]
