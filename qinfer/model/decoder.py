@@ -107,12 +107,9 @@ class Decoder:
         embedding: Tensor,
         layers: Sequence[Layer],
         norm: Tensor,
-        head: Linear | None,
+        head: Tensor,
     ) -> None:
-        """`embedding` [V, H] and `norm` [H] are on the device, in the dtype of the activations.
-
-        `head` None means that the embedding is the head too (tied; nothing is copied).
-        """
+        """`embedding` and `head` [V, H], the same when tied, and `norm` [H]: on one device, of one dtype."""
         self.config = config
         self.embedding = embedding
         self.layers = list(layers)
@@ -161,8 +158,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [rows, H] -> [rows, V] float32."""
         config = self.config
-        raw = F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)
-        logits = raw.float()
+        logits = ops.dense(hidden, self.head).float()
         if config.logits_divisor != 1.0:
             logits = logits / config.logits_divisor
         if config.logits_softcap is not None:
@@ -191,17 +187,14 @@ def load_decoder(
     config = checkpoint.config
     dtype = dtype or getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
-    embedding_name, norm_name = (f"{config.tensor_prefix}{x}.weight" for x in ("embed_tokens", "norm"))
-    shapes = global_tensors(config)
-    ends = _filled(checkpoint, {name: shapes[name] for name in (embedding_name, norm_name)}, device, dtype)
-    head = None
-    if not config.tie_word_embeddings:
-        head = Linear([_linear(checkpoint, "lm_head")], device=device, dtype=dtype)
+    ends = _filled(checkpoint, global_tensors(config), device, dtype)
+    embedding, norm = (ends[f"{config.tensor_prefix}{name}.weight"] for name in ("embed_tokens", "norm"))
+    head = embedding if config.tie_word_embeddings else ends["lm_head.weight"]
     indices: Iterable[int] = range(config.num_layers)
     if progress:
         indices = tqdm(indices, desc="loading", unit="layer")
     layers = [load_layer(checkpoint, i, device=device, dtype=dtype) for i in indices]
-    return Decoder(config, ends[embedding_name], layers, ends[norm_name], head)
+    return Decoder(config, embedding, layers, norm, head)
 
 
 def load_layer(checkpoint: Checkpoint, index: int, *, device: torch.device, dtype: torch.dtype) -> Layer:
