@@ -26,7 +26,7 @@ PromptLogprobs = list[LogprobsOnePosition | None]  # the first entry is None: no
 
 @dataclass
 class RequestStateStats:
-    """When things happened to a request: `arrival_time` in wall-clock seconds, `*_ts` monotonic, 0.0: not yet."""
+    """When things happened to a request: `arrival_time` in wall-clock, `*_ts` in monotonic seconds."""
 
     arrival_time: float = 0.0
     queued_ts: float = 0.0

@@ -1,8 +1,8 @@
 """The KV cache as tensors: for every layer K and V pages of one number format, allocated once.
 
 `KVPool` holds what the page numbers of `pages.py` point to. Memory is not cleared: what lies in a page before
-its tokens are written is never read (`kernels/paged_attention.py`). An fp8 cache needs one scale for K and one
-for V per layer. Checkpoints bring them (`self_attn.k_scale`, `v_scale`); without them 1.0 is used, values
+its tokens are written is never read (`kernels/paged_attention.py`). An fp8 cache needs a scale for K and
+one for V per layer. Checkpoints bring them (`self_attn.k_scale`, `v_scale`); without them 1.0 is used, values
 beyond 448 saturate, and that is said aloud, because on models with large keys it costs accuracy.
 """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from qinfer.outputs import Logprob, PromptLogprobs, RequestStateStats
+from qinfer.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput, RequestStateStats
 from qinfer.sampling_params import SamplingParams
 
 
@@ -54,6 +54,20 @@ class Request:
         """Whether prompt positions remain whose log-probabilities are wanted."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.prompt_ids)
+
+    def output(self) -> RequestOutput:
+        """All that the request has so far, as its user sees it."""
+        wants_prompt = self.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            prompt_logprobs=self.prompt_logprobs if wants_prompt else None,
+            outputs=[seq.completion() for seq in self.sequences],
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached,
+        )
 
 
 @dataclass(eq=False)
@@ -103,6 +117,19 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif count >= rules.max_tokens:
             self.finish_reason = "length"
+
+    def completion(self) -> CompletionOutput:
+        """What was generated so far; later tokens do not change it."""
+        wanted = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids[self.num_prompt :],
+            cumulative_logprob=self.cumulative_logprob if wanted else None,
+            logprobs=list(self.logprobs) if wanted else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
 
     def rewind(self) -> None:
         """Forgets what was computed; the pages must have been released."""

@@ -31,7 +31,7 @@ class StepInputs(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """`logits` [S, V] float32 of the sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for."""
+    """`logits` [S, V] float32 of sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for."""
 
     logits: Tensor
     hidden: Mapping[int, Tensor]

@@ -1,0 +1,106 @@
+"""What `Engine.add` checks: everything about a request that depends on the model or the pool.
+
+A request that is taken in can be run to its end; nothing about it is left to fail in the middle of a step,
+where it would take its neighbours along.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+
+from qinfer.engine.options import StepLimits
+from qinfer.engine.request import Request, StopRules
+from qinfer.errors import UserError
+from qinfer.sampling_params import SamplingParams
+from qinfer.tokenizer import Tokenizer
+
+
+def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The prompt as plain ints; UserError where it is empty or names tokens that do not exist."""
+    try:
+        ids = [operator.index(token) for token in prompt_token_ids]
+    except TypeError:
+        raise UserError("the prompt's token ids must be whole numbers", "prompt") from None
+    if not ids:
+        raise UserError("the prompt is empty: at least one token is needed", "prompt")
+    _check_ids(ids, vocab_size, "prompt")
+    return ids
+
+
+def check_fits(num_prompt: int, limits: StepLimits, capacity: int) -> None:
+    """UserError for a prompt that leaves no room for a token, or that the pool of `capacity` never holds."""
+    if num_prompt >= limits.max_model_len:
+        raise UserError(
+            f"the maximum context length is {limits.max_model_len} tokens and the prompt has {num_prompt}: "
+            "shorten it so that at least one token can follow",
+            "prompt",
+        )
+    if num_prompt > capacity:
+        raise UserError(
+            f"the prompt has {num_prompt} tokens and the KV cache holds {capacity}: shorten it, or give the "
+            "engine more memory",
+            "prompt",
+        )
+
+
+def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, *, has_tokenizer: bool) -> None:
+    """UserError for parameters that this model or engine cannot obey."""
+    for name in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, name)
+        if wanted is not None and max_logprobs >= 0 and not 0 <= wanted <= max_logprobs:
+            raise UserError(
+                f"{name} is {'the whole vocabulary' if wanted < 0 else wanted}, more than max_logprobs "
+                f"{max_logprobs}: ask for fewer or raise the engine's max_logprobs",
+                name,
+            )
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        _check_ids(getattr(params, name) or (), vocab_size, name)
+    if not has_tokenizer:
+        for name in ("stop", "bad_words"):
+            if getattr(params, name):
+                raise UserError(f"{name} needs a tokenizer, and this engine has none", name)
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: list[int],
+    params: SamplingParams,
+    limits: StepLimits,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+) -> Request:
+    """The request with its stop rules and bad words settled; UserError where they leave nothing to choose."""
+    ends = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_token_ids
+    eos_ids = frozenset(
+        token for token in ends if token < vocab_size
+    )  # a tokenizer may know more than the model
+    room = limits.max_model_len - len(prompt_ids)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    rules = StopRules(eos_ids, frozenset(params.stop_token_ids or ()), params.min_tokens, max_tokens)
+    bad_words = tuple(_bad_words(params.bad_words or (), tokenizer)) if tokenizer else ()
+    if params.allowed_token_ids is not None:
+        blocked = {word[-1] for word in bad_words} | (rules.blocked_ids if params.min_tokens else set())
+        if blocked.issuperset(params.allowed_token_ids):
+            raise UserError(
+                "min_tokens and bad_words may forbid every token in allowed_token_ids: allow another",
+                "allowed_token_ids",
+            )
+    return Request(request_id, prompt_ids, params, rules, bad_words=bad_words)
+
+
+def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
+    """Each word's ids at the start of a text, and after a space where they differ."""
+    for word in words:
+        first = tuple(tokenizer.encode(word, add_special_tokens=False))
+        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
+        yield from (ids for ids in dict.fromkeys((first, spaced)) if ids)
+
+
+def _check_ids(ids: Iterable[int], vocab_size: int, parameter: str) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{parameter} has the token id {token}; the vocabulary's ids are 0 to {vocab_size - 1}",
+                parameter,
+            )

@@ -1,0 +1,92 @@
+"""How large the KV pool becomes: the ledger of `memory.py` filled in with what was loaded.
+
+On the CPU the pool is taken from the RAM that is available after the weights are in, and is as large as
+`max_num_seqs` full sequences at most; pages that are never used cost nothing there. A fixed number of pages,
+a number of bytes for them, or a budget for everything overrides this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from qinfer.engine import memory
+from qinfer.engine.memory import Demand, Ledger
+from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.env import host_memory
+from qinfer.errors import UserError
+from qinfer.model.decoder import Decoder
+
+
+def size_pool(
+    decoder: Decoder, options: EngineOptions, limits: StepLimits, kv_cache_dtype: str, label: str
+) -> Ledger:
+    """The ledger of an engine; the model is loaded, the pool not yet allocated.
+
+    Raises UserError where the weights and one page do not fit, or one sequence of a chosen max_model_len.
+    """
+    config = decoder.config
+    weights = tensor_bytes(decoder)
+    page = memory.pages_of(config, kv_cache_dtype, limits.block_size)
+    activations = memory.activation_bytes(
+        config, limits.max_num_batched_tokens, limits.max_num_seqs, decoder.dtype.itemsize
+    )
+    demand = Demand(weights, activations)
+    num_pages = options.num_kv_blocks
+    if num_pages is None and options.kv_cache_memory_bytes is not None:
+        num_pages = options.kv_cache_memory_bytes // page.num_bytes
+        if not num_pages:
+            raise UserError(
+                f"kv_cache_memory_bytes {options.kv_cache_memory_bytes} is less than one page of "
+                f"{page.num_bytes} bytes",
+                "kv_cache_memory_bytes",
+            )
+    if num_pages is not None and options.memory is None:
+        budget = demand.total + num_pages * page.num_bytes
+    else:
+        available = host_memory().available + weights  # they are loaded already
+        max_tokens = limits.max_num_seqs * limits.max_model_len
+        budget = memory.cpu_budget(available, demand, page, max_tokens, options.memory)
+    ledger = memory.plan(label, budget, demand, page, limits.max_model_len, num_pages)
+    if options.max_model_len is not None and options.num_kv_blocks is None:
+        memory.require_full_length(ledger)
+    return replace(ledger, unquantized=_unquantized(decoder, ledger, activations))
+
+
+def _unquantized(decoder: Decoder, ledger: Ledger, activations: int) -> Ledger | None:
+    """The same budget with weights and cache in the model's own dtype; None where that does not fit."""
+    config = decoder.config
+    page = memory.pages_of(config, config.dtype, ledger.block_size)
+    demand = Demand(memory.weight_bytes(config), activations)
+    try:
+        return memory.plan(config.dtype, ledger.budget, demand, page, ledger.max_model_len)
+    except UserError:
+        return None
+
+
+def tensor_bytes(model: Any) -> int:
+    """Bytes of all memory that the tensors within an object refer to, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model, set())}
+    return sum(storages.values())
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = list(value)
+    elif type(value).__module__.startswith("qinfer."):
+        children = list(getattr(value, "__dict__", {}).values())
+    else:
+        children = []
+    for child in children:
+        yield from _tensors(child, seen)
