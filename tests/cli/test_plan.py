@@ -129,16 +129,12 @@ def test_m01_a_budget_that_is_no_size(qinfer, llama):
 def test_plan_of_a_hub_model_fetches_nothing_but_its_config(qinfer, monkeypatch, llama):
     asked = {}
 
-    def snapshot_download(model, **options):
-        asked.update(options, model=model)
-        return str(llama.parent)
+    def hf_hub_download(model, file, **options):
+        asked.update(options, model=model, file=file)
+        return str(llama)
 
-    monkeypatch.setattr("qinfer.hub.snapshot_download", snapshot_download)
+    monkeypatch.setattr("qinfer.hub.hf_hub_download", hf_hub_download)
     code, out, _ = qinfer("plan", "org/model", "--revision", "v2", "--memory", "24GiB", "--json")
     assert code == 0
     assert json.loads(out)["rows"][0]["weights"] == 2 * 8_030_261_248
-    assert (asked["model"], asked["revision"], asked["allow_patterns"]) == (
-        "org/model",
-        "v2",
-        ["config.json"],
-    )
+    assert (asked["model"], asked["revision"], asked["file"]) == ("org/model", "v2", "config.json")
