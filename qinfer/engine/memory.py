@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from qinfer.checkpoint.names import global_tensors, layer_modules, layer_prefix, layer_tensors, linear_shape
 from qinfer.config import ModelConfig
+from qinfer.engine.options import KV_CACHE_DTYPES
 from qinfer.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3")
 CPU_POOL = 2 * GIB  # a CPU engine's KV pool unless it is told otherwise: 93,200 bf16 tokens of SmolLM2-135M
 CPU_SHARE = 0.9  # and never more than this share of the RAM that is available now
 _UNITS = {f"{p}{u}": b**i for i, p in enumerate("kmgt", 1) for u, b in (("ib", 1024), ("b", 1000))} | {"b": 1}
@@ -102,9 +102,9 @@ def weight_bytes(config: ModelConfig, weight_format: WeightFormat = DENSE, dtype
 
 def kv_bytes_per_token(config: ModelConfig, kv_cache_dtype: str = "auto") -> int:
     """Bytes of K and V of one token over all layers; int8 includes a float32 scale per token and head."""
-    if kv_cache_dtype not in KV_DTYPES:
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
         raise UserError(
-            f"kv_cache_dtype {kv_cache_dtype!r}: choose from {', '.join(KV_DTYPES)}", "kv_cache_dtype"
+            f"kv_cache_dtype {kv_cache_dtype!r}: choose from {', '.join(KV_CACHE_DTYPES)}", "kv_cache_dtype"
         )
     dtype = config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
     head_bytes = config.head_dim * ITEM_BYTES.get(dtype, 1) + (4 if dtype == "int8" else 0)
@@ -158,6 +158,21 @@ def budget_for(total: int, free: int, utilization: float = 0.92, memory: int | N
             "memory",
         )
     return budget
+
+
+def require_weights_fit(weights: int, available: int, memory: int | None) -> None:
+    """UserError with both numbers, before anything is loaded, when the weights alone exceed the budget.
+
+    `weights` are the bytes of the checkpoint's files, `available` those of free memory, `memory` a budget.
+    """
+    budget = available if memory is None else budget_for(available, available, memory=memory)
+    if weights >= budget:
+        what = "memory that is free" if memory is None else "memory budget"
+        raise UserError(
+            f"the weights are {format_size(weights)} and the {what} is {format_size(budget)}: "
+            "nothing was loaded; take a smaller model, quantize it, or give it more memory",
+            "memory",
+        )
 
 
 class Demand(NamedTuple):

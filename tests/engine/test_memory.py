@@ -82,6 +82,17 @@ def test_m01_hard_budget_below_the_weights_names_both_numbers():
         memory.plan("x", 12 * GIB, Demand(weights=15 * GIB), Pages(16, GIB), 16)
 
 
+def test_m01_weights_beyond_the_budget_are_refused_before_loading():
+    memory.require_weights_fit(2 * GIB, available=3 * GIB, memory=None)
+    memory.require_weights_fit(GIB, available=3 * GIB, memory=2 * GIB)
+    with pytest.raises(UserError, match=r"weights are 4\.00 GiB .* free is 3\.00 GiB"):
+        memory.require_weights_fit(4 * GIB, available=3 * GIB, memory=None)
+    with pytest.raises(UserError, match=r"weights are 2\.00 GiB .* budget is 1\.00 GiB"):
+        memory.require_weights_fit(2 * GIB, available=3 * GIB, memory=GIB)
+    with pytest.raises(UserError, match=r"4\.00 GiB .* 3\.00 GiB that are free"):
+        memory.require_weights_fit(GIB, available=3 * GIB, memory=4 * GIB)
+
+
 def test_m02_growing_free_memory_is_a_warning_and_never_negative_use(caplog):
     with caplog.at_level(logging.WARNING):
         assert memory.measured_use(free_before=int(82.9 * GIB), free_after=int(90.2 * GIB)) == 0
