@@ -147,7 +147,7 @@ def test_fused_quantized_layer_is_the_dense_layer_of_its_meaning(tmp_path: Path)
 
 
 def test_context_len_chooses_longrope_factors_for_short_prompts_too(tmp_path: Path) -> None:
-    """A token's logits must not change when a longer sequence joins the batch; the length is settled first."""
+    """A token's logits must not change when a longer sequence joins the batch, so the length is settled."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
     path = tiny_model(
         "phi3",
