@@ -113,7 +113,7 @@ async def _on_disconnect(_: Request, __: Exception) -> Response:
 def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> Failure:
     """400 for pydantic's `faults`: one clause per field, the first field as `param`."""
     clauses: dict[str, str] = {}
-    for fault in faults:
+    for fault in faults[:MAX_FAULTS]:
         path = _path(fault["loc"][1:], body)
         message = str(fault.get("ctx", {}).get("error") or fault["msg"])[:MAX_QUOTED]
         if fault["type"] == "json_invalid":
@@ -121,8 +121,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> Failure:
         if not path and not isinstance(body, Mapping):
             return Failure(400, "the body must be a JSON object with content-type application/json")
         clauses.setdefault(path, f"{path}: {message}" if path else message)
-    shown = list(clauses.values())[:MAX_FAULTS]
-    return Failure(400, "; ".join(shown), next(iter(clauses)) or None)
+    return Failure(400, "; ".join(clauses.values()), next(iter(clauses)) or None)
 
 
 def _path(location: Sequence[str | int], body: Any) -> str:

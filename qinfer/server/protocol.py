@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
@@ -29,9 +37,38 @@ def _unicode(text: str) -> str:
     return text
 
 
+def _kind(value: Any) -> str:
+    """Which member of a union a value is meant for, so that only that one complains, and once."""
+    if not isinstance(value, list):
+        return type(value).__name__
+    return f"list[{type(value[0]).__name__}]" if value else "list[int]"
+
+
+def _list_or_not(value: Any) -> str:
+    return "list" if isinstance(value, list) else type(value).__name__
+
+
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, AfterValidator(_unicode)]
-TokenIds = list[int]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompts = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[TokenIds, Tag("list[int]")]
+    | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("list[str]")]
+    | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("list[list]")],
+    Discriminator(
+        _kind,
+        custom_error_type="prompt_type",
+        custom_error_message="must be text, token ids, or a list of either",
+    ),
+]
+Stops = Annotated[
+    Annotated[Text, Tag("str")]
+    | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS), Tag("list")],
+    Discriminator(
+        _list_or_not, custom_error_type="stop_type", custom_error_message="must be text or a list of texts"
+    ),
+]
 
 
 class StreamOptions(BaseModel):
@@ -62,7 +99,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stops | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
@@ -70,14 +107,14 @@ class GenerationRequest(BaseModel):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[Text] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Text], Field(fail_fast=True)] | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
@@ -130,7 +167,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Text | TokenIds | list[TokenIds] | Annotated[list[Text], Field(max_length=MAX_PROMPTS)]
+    prompt: Prompts
     max_tokens: Count | None = None  # None: 16, as OpenAI's
     logprobs: Count | None = None
     echo: bool = False
@@ -158,13 +195,23 @@ class TextPart(BaseModel):
     text: Text
 
 
+Content = Annotated[
+    Annotated[Text, Tag("str")] | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("list")],
+    Discriminator(
+        _list_or_not,
+        custom_error_type="content_type",
+        custom_error_message="must be text or a list of text parts",
+    ),
+]
+
+
 class Message(BaseModel):
     """One turn of a conversation; what a template may read beside role and content is kept."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: Content | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -184,7 +231,7 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None

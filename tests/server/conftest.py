@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -196,14 +197,24 @@ class Served:
     url: str
     engine: AsyncLLM
     scripted: Any
+    client: httpx.Client
 
     def post(self, path: str, body: Any, **more: Any) -> httpx.Response:
         """POSTs JSON to a route."""
-        return httpx.post(f"{self.url}{path}", json=body, timeout=30, **more)
+        return self.client.post(path, json=body, **more)
+
+    def stream(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The chunks of a stream, which must be a 200 that ends with [DONE]."""
+        answer = self.post(path, {**body, "stream": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        events = answer.text.split("\n\n")
+        assert events[-2:] == ["data: [DONE]", ""]
+        return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
     def get(self, path: str, **more: Any) -> httpx.Response:
         """GETs a route."""
-        return httpx.get(f"{self.url}{path}", timeout=30, **more)
+        return self.client.get(path, **more)
 
 
 @contextmanager
@@ -234,8 +245,8 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.load(model_dir)
 
 
-@pytest.fixture
-def serve_scripted(tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+@pytest.fixture(scope="session")
+def serve_scripted(tokenizer: Tokenizer) -> Callable[..., Any]:
     """A context manager: a server with a scripted engine; keywords go to build_app."""
 
     @contextmanager
@@ -245,15 +256,27 @@ def serve_scripted(tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
         llm = FakeLLM(tokenizer, script, defaults)
         engine = AsyncLLM(llm)  # type: ignore[arg-type]
         try:
-            with running(build_app(engine, **options)) as url:
-                yield Served(url, engine, llm.engine)
+            with (
+                running(build_app(engine, **options)) as url,
+                httpx.Client(base_url=url, timeout=30) as client,
+            ):
+                yield Served(url, engine, llm.engine, client)
         finally:
             assert engine.shutdown(10)
 
-    yield start
+    return start
+
+
+@pytest.fixture(scope="session")
+def _shared(serve_scripted: Callable[..., Any]) -> Iterator[Served]:
+    with serve_scripted() as served:
+        yield served
 
 
 @pytest.fixture
-def served(serve_scripted: Callable[..., Any]) -> Iterator[Served]:
-    with serve_scripted() as served:
-        yield served
+def served(_shared: Served) -> Served:
+    """One server for all tests that leave it as it was; what it has seen is forgotten in between."""
+    assert not _shared.scripted.jobs, "the test before left requests behind"
+    for record in (_shared.scripted.seen, _shared.scripted.extras, _shared.scripted.aborted):
+        record.clear()
+    return _shared

@@ -1,0 +1,163 @@
+"""Every error has one shape and the right status; none shows a traceback or kills the server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from qinfer.server.errors import failure_of, invalid
+
+JSON = {"content-type": "application/json"}
+COMPLETIONS = "/v1/completions"
+SURROGATE = "\ud83d"
+
+
+def check(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["code"] == status
+    assert "Traceback" not in error["message"]
+    assert "\n" not in error["message"]
+    assert len(error["message"]) < 3000
+    return error
+
+
+@pytest.mark.parametrize(
+    ("content", "headers"),
+    [
+        (b'{"prompt": "\xff"}', JSON),
+        (b'{"prompt":', JSON),
+        (b"", JSON),
+        (b"[1]", JSON),
+        (b'"text"', JSON),
+        (b"null", JSON),
+        (b'{"prompt": "a"}', {"content-type": "text/plain"}),
+        (b"prompt=a", {"content-type": "application/x-www-form-urlencoded"}),
+        (b"[" * 100_000, JSON),
+    ],
+)
+def test_h06_bodies_that_are_no_json_object(served, content, headers):
+    check(served.client.post(COMPLETIONS, content=content, headers=headers), 400)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": SURROGATE}, "prompt"),
+        ({"prompt": ["fine", SURROGATE]}, "prompt.1"),
+        ({"prompt": "a", "stop": SURROGATE}, "stop"),
+        ({"prompt": "a", "stop": ["x", SURROGATE]}, "stop.1"),
+        ({"prompt": "a", "bad_words": [SURROGATE]}, "bad_words.0"),
+        ({"prompt": "a", "cache_salt": SURROGATE}, "cache_salt"),
+        ({"prompt": "a", "model": SURROGATE}, "model"),
+        ({"prompt": "a\x00"}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [[97], []]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": [[1, 2], [99999]]}, "prompt"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 1.5}, "top_p"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "n": 2, "temperature": 0}, "n"),
+        ({"prompt": "a", "n": 10**6}, "n"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "seed": 2**70}, "seed"),
+        ({"prompt": "a", "seed": -(2**70)}, "seed"),
+        ({"prompt": "a", "max_tokens": 10**12}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "logprobs": -1}, "logprobs"),
+        ({"prompt": "a", "stop": ["1", "2", "3", "4", "5"]}, "stop"),
+        ({"prompt": "a", "stop": [""]}, "stop"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"1": "much"}}, "logit_bias.1"),
+        ({"prompt": "a", "min_tokens": 20, "max_tokens": 10}, "min_tokens"),
+        ({"prompt": "a", "request_id": "a\r\nb"}, "request_id"),
+        ({"prompt": list(range(97, 100)) * 100}, "input_tokens"),
+    ],
+)
+def test_p15_h06_bad_fields_are_400_and_named(served, body, param, stream):
+    content = json.dumps({**body, "stream": stream})
+    error = check(served.client.post(COMPLETIONS, content=content, headers=JSON), 400)
+    assert error["param"] == param
+    assert error["type"] == "BadRequestError"
+
+
+@pytest.mark.parametrize(("length", "status"), [(257, 400), (256, 400), (255, 200)])
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 1}, {"max_tokens": 10**6}])
+def test_h02_prompt_against_the_context(served, length, status, more):
+    answer = served.post(COMPLETIONS, {"prompt": [97] * length, **more})
+    if status == 200:
+        assert answer.json()["usage"]["completion_tokens"] == 1
+    else:
+        error = check(answer, 400)
+        assert "maximum context length is 256" in error["message"]
+        assert str(length) in error["message"]
+
+
+def test_a_message_stays_short_when_everything_is_wrong(served):
+    body = {"prompt": "a", **dict.fromkeys(("n", "top_k", "min_p", "seed", "max_tokens"), "x" * 5000)}
+    error = check(served.post(COMPLETIONS, {**body, "stop_token_ids": ["y" * 5000] * 500}), 400)
+    assert "yyy" not in error["message"]
+
+
+def test_unknown_model_route_and_method(served):
+    error = check(served.post(COMPLETIONS, {"prompt": "a", "model": "other"}), 404)
+    assert error["param"] == "model"
+    assert error["type"] == "NotFoundError"
+    assert "tiny" in error["message"]
+    check(served.get("/v1/models/other/model"), 404)
+    check(served.get("/v2/nothing"), 404)
+    wrong = served.get(COMPLETIONS)
+    check(wrong, 405)
+    assert wrong.headers["allow"] == "POST"
+
+
+def test_the_model_may_be_missing_or_null(served):
+    for more in ({}, {"model": None}, {"model": "tiny"}):
+        assert served.post(COMPLETIONS, {"prompt": "a", "max_tokens": 1, **more}).status_code == 200
+
+
+def test_a_bug_is_a_500_that_says_nothing(served, monkeypatch, caplog):
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret /etc/path")
+
+    monkeypatch.setattr("qinfer.server.completions._work", broken)
+    answer = served.post(COMPLETIONS, {"prompt": "a"}, headers={"x-request-id": "mine"})
+    error = check(answer, 500)
+    assert error["message"] == "internal error"
+    assert answer.headers["x-request-id"] == "mine"
+    assert "request mine failed" in caplog.text
+
+
+def test_no_prompt_text_in_the_log(served, caplog):
+    caplog.set_level("DEBUG")
+    served.post(COMPLETIONS, {"prompt": "Xylophone", "max_tokens": 2, "odd_field": "Xylophone"})
+    served.post(COMPLETIONS, {"prompt": "Xylophone", "top_p": 7})
+    assert "odd_field" in caplog.text
+    assert "Xylophone" not in caplog.text
+
+
+def test_statuses_of_our_own_errors():
+    assert failure_of(NotImplementedError("no tools")).status == 501
+    assert failure_of(KeyError("x")).message == "internal error"
+
+
+def test_paths_leave_out_what_pydantic_adds():
+    faults = [
+        {"type": "x", "loc": ("body", "stop", "list[constrained-str]", 1, "str"), "msg": "bad"},
+        {"type": "missing", "loc": ("body", "messages", 0, "role"), "msg": "Field required"},
+    ]
+    failure = invalid(faults, {"stop": ["a", 5], "messages": [{}]})
+    assert failure.param == "stop.1"
+    assert failure.message == "stop.1: bad; messages.0.role: Field required"
