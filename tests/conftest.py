@@ -1,0 +1,73 @@
+"""Two tiny tokenizers that every test may use: byte-level BPE and SentencePiece-style BPE, as folders."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qinfer.testing import tiny_model
+
+SPACE = "\u2581"
+# merges in order of rank, with every way to split a token
+SENTENCEPIECE_MERGES = [
+    *((SPACE, "t"), ("h", "e"), ("i", "n"), (SPACE, "a"), ("e", "r"), (SPACE + "t", "he")),
+    *((SPACE + "t", "h"), (SPACE + "th", "e"), ("l", "e"), ("d", "in"), ("n", "g"), ("din", "g")),
+]
+
+
+@pytest.fixture(scope="session")
+def byte_level_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with a byte-level tokenizer: 0-255 bytes, 256 <|endoftext|>, 258 <|im_end|> (EOS)."""
+    return tiny_model("llama", tmp_path_factory.mktemp("byte-level"))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<unk> <s> </s>, 256 byte tokens, pieces by rank, letters; a text begins with <s>."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    pieces = list(dict.fromkeys(a + b for a, b in SENTENCEPIECE_MERGES))
+    letters = [SPACE, *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,!?'-0123456789"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *letters]
+    ids = {token: i for i, token in enumerate(tokens)}
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    bos = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": tokens[i], **plain} for i in range(3)],
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": SPACE},
+                {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+            ],
+        },
+        "pre_tokenizer": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [bos, text],
+            "pair": [bos, text, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+                {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+            ],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": "<unk>",
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": ids,
+            "merges": [list(pair) for pair in SENTENCEPIECE_MERGES],
+        },
+    }
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
