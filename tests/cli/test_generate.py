@@ -1,0 +1,72 @@
+"""`qinfer generate` with tiny random models: what it prints, and what it refuses."""
+
+import json
+
+import pytest
+
+from qinfer.testing import tiny_model
+from qinfer.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("generate") / "model")
+
+
+def test_generate_answers_in_json_and_text(qinfer, model):
+    options = ("-p", "hello", "-p", "other", "--max-tokens", 5, "--temperature", 0, "--memory", "1GiB")
+    code, out, err = qinfer("generate", model, *options, "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert [output["prompt"] for output in document["outputs"]] == ["hello", "other"]
+    for output in document["outputs"]:
+        (answer,) = output["answers"]
+        assert 1 <= len(answer["token_ids"]) <= 5
+        assert answer["finish_reason"] in ("length", "stop")
+    assert document["gate"]["state"] == "dense"
+    assert document["ledger"]["budget"] == 2**30
+    assert document["ledger"]["tokens"] >= document["max_model_len"] == 256
+    assert "dense weights: no verdict needed" in err
+    text = qinfer("generate", model, *options).stdout
+    for output in document["outputs"]:
+        assert f"> {output['prompt']}\n{output['answers'][0]['text']}" in text
+
+
+def test_generate_is_the_same_as_the_python_face(qinfer, model):
+    from qinfer import LLM, SamplingParams
+
+    (expected,) = LLM(str(model)).generate(
+        "hello", SamplingParams(max_tokens=8, temperature=0), use_tqdm=False
+    )
+    code, out, _ = qinfer("generate", model, "-p", "hello", "--max-tokens", 8, "--temperature", 0)
+    assert code == 0
+    assert out == expected.outputs[0].text + "\n"
+
+
+def test_chat_goes_through_the_template(qinfer, model):
+    options = ("-p", "hi", "--max-tokens", 3, "--seed", 1, "-n", 2, "--temperature", 1, "--json")
+    plain = json.loads(qinfer("generate", model, *options).stdout)["outputs"][0]
+    chat = json.loads(qinfer("generate", model, *options, "--chat", "--system", "short").stdout)["outputs"][0]
+    tokenizer = Tokenizer.load(model)
+    conversation = [{"role": "system", "content": "short"}, {"role": "user", "content": "hi"}]
+    assert plain["num_prompt_tokens"] == len(tokenizer.encode("hi"))
+    assert chat["num_prompt_tokens"] == len(tokenizer.apply_chat_template(conversation))
+    assert len(plain["answers"]) == len(chat["answers"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--system", "x"), "--system needs --chat"),
+        (("--memory", "1KiB"), "memory budget is 1024 B"),
+        (("--kv-cache-dtype", "int4"), "kv_cache_dtype must be one of"),
+        (("--max-model-len", 1000), "exceeds the model's context of 256 tokens"),
+        (("--temperature", -1), "temperature"),
+        (("--dtype", "int7"), "dtype must be"),
+        (("--block-size", 12), "power of two"),
+    ],
+)
+def test_mistakes_are_one_line(qinfer, model, options, said):
+    code, out, err = qinfer("generate", model, "-p", "hello", *options)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
