@@ -65,7 +65,7 @@ class Engine:
         """
         config = decoder.config
         on_gpu = decoder.device.type != "cpu"
-        self.limits = settle_limits(options, config.max_position_embeddings, on_gpu=on_gpu)
+        self.limits = settle_limits(options, config.context_len, on_gpu=on_gpu)
         dtype_name = str(decoder.dtype).removeprefix("torch.")
         kv_cache_dtype = resolve_kv_cache_dtype(options.kv_cache_dtype, dtype_name)
         self.kv_cache_dtype = kv_cache_dtype

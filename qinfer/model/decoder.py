@@ -119,7 +119,7 @@ class Decoder:
         self.dtype = embedding.dtype
         # Gemma's root of H was rounded to the model's dtype in training, and is so here
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
-        self.set_context_len(config.max_position_embeddings)
+        self.set_context_len(config.context_len)
 
     def set_context_len(self, context_len: int) -> None:
         """Settles the longest sequence to come, in tokens; longrope and dynamic scaling turn by it.
