@@ -1,0 +1,142 @@
+"""One decoder layer on the workbench: dense weights that can be changed, and batches to run it on.
+
+The layer is the model's own (`qinfer.model`), with plain causal attention over sequences of equal length;
+sequences of different lengths go into different batches, so nothing is ever padded. Hidden states replace
+one another from layer to layer, and only one layer's weights are in memory.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qinfer.calibrate.mappings import Block
+from qinfer.calibrate.observe import LayerTap
+from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.names import layer_modules, layer_prefix, layer_tensors
+from qinfer.config import ModelConfig
+from qinfer.model.causal import CausalAttention
+from qinfer.model.decoder import Decoder, Layer
+from qinfer.model.linear import FileTensors
+from qinfer.model.rotary import Rope
+from qinfer.quant import Dense
+
+MAX_BATCH_TOKENS = 4096
+
+
+@dataclass
+class Batch:
+    """`num_sequences` sequences of one length: their residual stream [B*T, H], replaced layer by layer."""
+
+    hidden: Tensor
+    num_sequences: int
+    rope: Rope
+    keep: bool  # whether the searches run on it; statistics come from all batches
+
+    @property
+    def attend(self) -> CausalAttention:
+        """Causal attention within each sequence."""
+        return CausalAttention(self.num_sequences)
+
+
+def load_block(checkpoint: Checkpoint, index: int) -> Block:
+    """Reads one layer's tensors as float32, by relative name; CheckpointError for one missing."""
+    prefix = layer_prefix(checkpoint.config, index)
+    names = layer_tensors(checkpoint.config, index)
+    return {name.removeprefix(prefix): checkpoint.tensor(name).float() for name in names}
+
+
+def biases_and_norms(config: ModelConfig, block: Block) -> Block:
+    """What a layer has beside the weights of its linears."""
+    weights = {f"{module}.weight" for module in layer_modules(config)}
+    return {name: tensor for name, tensor in block.items() if name not in weights}
+
+
+def dense_layer(
+    config: ModelConfig, index: int, block: Block, *, device: torch.device, dtype: torch.dtype
+) -> Layer:
+    """The layer with the block's weights as they are, in `dtype`."""
+    dense = {module: (Dense(), {"weight": block[f"{module}.weight"]}) for module in layer_modules(config)}
+    return layer_of(config, index, block, dense, device=device, dtype=dtype)
+
+
+def layer_of(
+    config: ModelConfig,
+    index: int,
+    block: Block,
+    linears: Mapping[str, FileTensors],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Layer:
+    """The layer with these linears and the block's biases and norms."""
+    others = biases_and_norms(config, block)
+    return Layer.build(config, index, linears, others, device=device, dtype=dtype)
+
+
+def embed_batches(
+    checkpoint: Checkpoint,
+    sequences: Sequence[Sequence[int]],
+    *,
+    search_tokens: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> list[Batch]:
+    """Embeds every sequence; about `search_tokens` tokens of them, spread evenly, are marked to be kept."""
+    stem = _stem(checkpoint, device, dtype)
+    kept = _spread(sequences, search_tokens)
+    batches = []
+    for keep, ids in _equal_lengths(sequences, kept):
+        positions = torch.arange(len(ids[0]), device=device).repeat(len(ids))
+        hidden = stem.embed(torch.tensor(ids, device=device).flatten())
+        batches.append(Batch(hidden, len(ids), stem.rope(positions), keep))
+    return batches
+
+
+def observe(layer: Layer, batches: Sequence[Batch]) -> LayerTap:
+    """Runs the layer on every batch for its groups' inputs; the hidden states stay as they are."""
+    tap = LayerTap()
+    for batch in batches:
+        tap.keep = batch.keep
+        layer(batch.hidden, batch.rope, batch.attend, tap)
+    return tap
+
+
+def advance(layer: Layer, batches: Sequence[Batch]) -> None:
+    """Replaces each batch's hidden states by the layer's output."""
+    for batch in batches:
+        batch.hidden = layer(batch.hidden, batch.rope, batch.attend)
+
+
+def _stem(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """A decoder without layers: it embeds and makes rotations."""
+    config = checkpoint.config
+    embedding = checkpoint.tensor(f"{config.tensor_prefix}embed_tokens.weight").to(device, dtype)
+    return Decoder(config, embedding, [], torch.ones(config.hidden_size), None)
+
+
+def _spread(sequences: Sequence[Sequence[int]], num_tokens: int) -> set[int]:
+    """Indices of sequences that hold about `num_tokens` tokens, evenly spaced; all if they are few."""
+    total = sum(map(len, sequences))
+    if total <= num_tokens:
+        return set(range(len(sequences)))
+    count = max(1, round(len(sequences) * num_tokens / total))
+    return {i * len(sequences) // count for i in range(count)}
+
+
+def _equal_lengths(
+    sequences: Sequence[Sequence[int]], kept: set[int]
+) -> list[tuple[bool, list[Sequence[int]]]]:
+    """Groups sequences of one length and one purpose into batches of at most MAX_BATCH_TOKENS tokens."""
+    groups: dict[tuple[bool, int], list[Sequence[int]]] = defaultdict(list)
+    for i, sequence in enumerate(sequences):
+        groups[i in kept, len(sequence)].append(sequence)
+    batches = []
+    for (keep, length), members in groups.items():
+        size = max(1, MAX_BATCH_TOKENS // length)
+        batches += [(keep, members[i : i + size]) for i in range(0, len(members), size)]
+    return batches

@@ -1,0 +1,64 @@
+"""The last look at a checkpoint before it appears: everything there, nothing that could not be served.
+
+A scale of NaN or zero, a tensor forgotten or misshapen: none of them stops a writer, and all of them give a
+model that talks nonsense. So every tensor is checked as it is written and the list at the end, and any fault
+stops the run, with the names; the folder then never comes into being.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from qinfer.checkpoint.names import all_modules, layer_modules, linear_shape
+from qinfer.config import ModelConfig
+from qinfer.errors import CheckpointError
+from qinfer.quant import Scheme
+
+_LISTED = 5  # names in a message
+
+
+def expected_names(config: ModelConfig, scheme: Scheme, source_names: Iterable[str]) -> set[str]:
+    """Names of the quantized checkpoint: the source's, with the scheme's tensors for each linear's weight."""
+    names = set(source_names) - {f"{module}.weight" for module in all_modules(config)}
+    suffixes = {m: scheme.specs(*linear_shape(config, m)) for m in layer_modules(config)}
+    for module in all_modules(config):
+        relative = next(m for m in suffixes if module.endswith(f".{m}"))
+        names |= {f"{module}.{suffix}" for suffix in suffixes[relative]}
+    return names
+
+
+def check_linear(
+    name: str, tensors: Mapping[str, Tensor], scheme: Scheme, shape: tuple[int, int], storage: torch.dtype
+) -> None:
+    """Raises CheckpointError where a tensor is not as the scheme promises or a scale is unusable."""
+    for suffix, spec in scheme.specs(*shape).items():
+        full = f"{name}.{suffix}"
+        if suffix not in tensors:
+            raise CheckpointError(f"{full} is missing from the quantized layer")
+        tensor, dtype = tensors[suffix], spec.dtype or storage
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != dtype:
+            raise CheckpointError(
+                f"{full} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(spec.shape)}"
+            )
+        if suffix.endswith("scale") and not bool(
+            (tensor.float() > 0).all() and tensor.float().isfinite().all()
+        ):
+            raise CheckpointError(f"{full} holds a scale that is NaN, infinite or not above zero")
+        check_finite(full, tensor)
+
+
+def check_finite(name: str, tensor: Tensor) -> None:
+    """Raises CheckpointError where a floating-point tensor holds NaN or infinity."""
+    if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+        raise CheckpointError(f"{name} holds NaN or infinity")
+
+
+def check_complete(expected: set[str], written: set[str]) -> None:
+    """Raises CheckpointError naming what was expected and not written, or written and not expected."""
+    for what, names in (("missing", expected - written), ("unexpected", written - expected)):
+        if names:
+            some = ", ".join(sorted(names)[:_LISTED])
+            raise CheckpointError(f"{len(names)} tensors {what} in the quantized checkpoint: {some}")

@@ -1,0 +1,65 @@
+"""What a quantize run did, layer by layer: for the person who waits and for the file beside the weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FILE_NAME = "quantize_report.json"
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One layer. Errors are relative, ||quantized - dense|| / ||dense||."""
+
+    index: int
+    seconds: float
+    weight_errors: dict[str, float]  # by module, after scaling
+    output_errors: dict[str, float] = field(default_factory=dict)  # by group, on calibration inputs
+    scales: list[dict[str, Any]] = field(default_factory=list)  # mapping, setting, loss, unscaled_loss
+    clipping: dict[str, float] = field(
+        default_factory=dict
+    )  # by module: output error as a share of unclipped
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """The whole run; `to_dict` is what lies in quantize_report.json."""
+
+    scheme: str  # label, "w4a16 g64 asym"
+    method: str
+    notes: tuple[str, ...]
+    calibration: dict[str, Any] | None  # source, seed, number of tokens, hash; None where no text was needed
+    propagated: str  # what a layer was calibrated on
+    seconds: float
+    layers: tuple[LayerReport, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    def to_json(self) -> str:
+        """The report file's text."""
+        return json.dumps(self.to_dict(), indent=1) + "\n"
+
+    def to_text(self) -> str:
+        """Three lines for a terminal: what was done, on what, and how well."""
+        lines = [f"{self.scheme} by {self.method}: {len(self.layers)} layers in {self.seconds:.1f} s"]
+        if self.calibration is not None:
+            kinds = ", ".join(f"{n} {kind}" for kind, n in self.calibration["kinds"].items())
+            lines.append(
+                f"calibrated on {self.calibration['num_tokens']} tokens in "
+                f"{self.calibration['num_sequences']} sequences ({kinds}), seed {self.calibration['seed']}"
+            )
+        weights = [error for layer in self.layers for error in layer.weight_errors.values()]
+        line = f"relative error of weights {_mean(weights):.4f}"
+        outputs = [error for layer in self.layers for error in layer.output_errors.values()]
+        if outputs:
+            worst = max(self.layers, key=lambda layer: max(layer.output_errors.values()))
+            line += f", of outputs {_mean(outputs):.4f}, worst {max(outputs):.4f} in layer {worst.index}"
+        return "\n".join([*lines, line])
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

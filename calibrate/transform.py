@@ -1,0 +1,161 @@
+"""Finds and applies the scales and ranges of one layer, for SmoothQuant and AWQ alike.
+
+Both methods move a scale through the layer's mappings and differ in which mappings they use and which scales
+they propose. A proposal is judged by what it is for: the module's output (attention for q/k/v, MLP for
+gate/up, the linear itself for o and down) with the group's weights, and where the scheme says so its inputs,
+really quantized, against the same module dense; inputs are those that reach the layer in the quantized
+model. The losses see the weights of a mapping before later mappings change them, as in both papers' code.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qinfer.calibrate import awq, smoothquant
+from qinfer.calibrate.block import Batch
+from qinfer.calibrate.mappings import Block, ScaleMapping, apply_scale, scale_mappings
+from qinfer.calibrate.observe import GroupStats, LayerTap
+from qinfer.calibrate.ranges import Ranges, search_ranges, second_moments
+from qinfer.calibrate.roundtrip import as_read_back, judged
+from qinfer.calibrate.search import Choice, search_scale
+from qinfer.config import ModelConfig
+from qinfer.model.decoder import Layer
+from qinfer.model.linear import FileTensors, Linear
+from qinfer.quant import W4A16, Dense, Scheme
+
+# Clipping these distorts the product of q and k; Phi-3's fused projection holds both.
+NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.qkv_proj")
+
+
+@dataclass(frozen=True)
+class Workbench:
+    """A dense layer, what was observed of it, and how its quantized form is to be computed."""
+
+    config: ModelConfig
+    index: int
+    layer: Layer
+    batches: list[Batch]  # those whose inputs the tap kept, in its order
+    tap: LayerTap
+    scheme: Scheme
+    storage: torch.dtype  # of scales and norms in the checkpoint
+    device: torch.device
+    dtype: torch.dtype  # of the computation
+
+    @property
+    def where(self) -> str:
+        """The layer's name in messages."""
+        return f"layer {self.index}"
+
+    def linear(self, group: str) -> Linear:
+        """The dense linear of a group."""
+        attention, mlp = self.layer.attention, self.layer.mlp
+        return {"qkv": attention.qkv, "o": attention.o, "gate_up": mlp.gate_up, "down": mlp.down}[group]
+
+    def outputs(self, group: str, inputs: list[Tensor], linear: Linear | None = None) -> list[Tensor]:
+        """Outputs of the group's module for inputs of its linears; `linear` stands in for the group's own."""
+        linear = linear or self.linear(group)
+        if group in ("o", "down"):
+            return [linear(x) for x in inputs]
+        if group == "gate_up":
+            mlp = copy.copy(self.layer.mlp)
+            mlp.gate_up = linear
+            return [mlp(x) for x in inputs]
+        attention = copy.copy(self.layer.attention)
+        attention.qkv = linear
+        return [attention(x, b.rope, b.attend) for x, b in zip(inputs, self.batches, strict=True)]
+
+
+def transform(bench: Workbench, block: Block, method: str) -> list[Choice]:
+    """Searches the method's scales and applies them to `block` and, divided, to the kept inputs, in place."""
+    choices = []
+    for mapping in scale_mappings(bench.config):
+        if method == "smoothquant" and mapping.name not in smoothquant.MAPPINGS:
+            continue
+        inputs = bench.tap.inputs[mapping.group]
+        reference = bench.outputs(mapping.group, inputs)
+        choice = search_scale(
+            bench.where,
+            mapping.name,
+            _candidates(bench, block, mapping, method),
+            partial(_loss, bench, block, mapping, inputs, reference),
+        )
+        columns = apply_scale(
+            block, mapping, choice.scale, norm_offset=bench.config.norm_offset, dtype=bench.storage
+        )
+        bench.tap.inputs[mapping.group] = [x / columns.to(x) for x in inputs]
+        choices.append(choice)
+    return choices
+
+
+def clip(bench: Workbench, block: Block) -> dict[str, tuple[Ranges, float]]:
+    """Ranges of each linear that may be clipped: module -> (ranges, output error as a share of unclipped)."""
+    scheme = bench.scheme
+    if not isinstance(scheme, W4A16):
+        return {}  # one range per row of 8 bits: nothing to gain
+    found = {}
+    for mapping in scale_mappings(bench.config):
+        moments = second_moments(bench.tap.inputs[mapping.group], scheme.group_size)
+        for module in mapping.consumers:
+            if module not in NEVER_CLIPPED:
+                found[module] = search_ranges(
+                    block[f"{module}.weight"],
+                    moments,
+                    lambda weight, ranges: as_read_back(scheme, weight, ranges, dtype=bench.storage),
+                    symmetric=scheme.symmetric,
+                )
+    return found
+
+
+def _candidates(
+    bench: Workbench, block: Block, mapping: ScaleMapping, method: str
+) -> Iterator[tuple[dict[str, float], Tensor]]:
+    stats: GroupStats = bench.tap.stats[mapping.group]
+    weight = torch.cat([block[f"{module}.weight"] for module in mapping.consumers])
+    if method == "smoothquant":
+        return smoothquant.candidates(mapping.reduce(stats.absmax), mapping.reduce(weight.abs().amax(0)))
+    group_size = bench.scheme.group_size if isinstance(bench.scheme, W4A16) else weight.shape[1]
+    magnitude = awq.relative_magnitude(weight, group_size)
+    return awq.candidates(mapping.reduce(stats.mean), mapping.reduce(magnitude))
+
+
+def _loss(
+    bench: Workbench,
+    block: Block,
+    mapping: ScaleMapping,
+    inputs: list[Tensor],
+    reference: list[Tensor],
+    scale: Tensor,
+) -> float:
+    """Mean squared error of the module's output with the group quantized after `scale`."""
+    columns = mapping.expand(scale)
+    shards = [
+        judged(bench.scheme, block[f"{module}.weight"] * columns, dtype=bench.storage)
+        for module in mapping.consumers
+    ]
+    linear = Linear(shards, bench.linear(mapping.group).bias, device=bench.device, dtype=bench.dtype)
+    divided = [x / columns.to(x) for x in inputs]
+    outputs = bench.outputs(mapping.group, divided, linear)
+    total = sum(float((o - r).float().square().sum()) for o, r in zip(outputs, reference, strict=True))
+    return total / sum(r.numel() for r in reference)
+
+
+def output_errors(bench: Workbench, block: Block, shards: Mapping[str, FileTensors]) -> dict[str, float]:
+    """||quantized - dense|| / ||dense|| of each group's output without bias, on the inputs kept."""
+    errors = {}
+    for mapping in scale_mappings(bench.config):
+        dense = [(Dense(), {"weight": block[f"{module}.weight"]}) for module in mapping.consumers]
+        quantized = [shards[module] for module in mapping.consumers]
+        exact, rounded = (Linear(s, device=bench.device, dtype=bench.dtype) for s in (dense, quantized))
+        difference = size = 0.0
+        for x in bench.tap.inputs[mapping.group]:
+            reference = exact(x).float()
+            difference += float((rounded(x).float() - reference).square().sum())
+            size += float(reference.square().sum())
+        errors[mapping.group] = (difference / size) ** 0.5 if size else 0.0
+    return errors
