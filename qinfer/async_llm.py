@@ -22,15 +22,17 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from qinfer.engine.engine import Engine
-from qinfer.engine.options import EngineStats
 from qinfer.errors import EngineDeadError, UserError
-from qinfer.llm import LLM
-from qinfer.outputs import RequestOutput
-from qinfer.sampling_params import SamplingParams
-from qinfer.tokenizer import Tokenizer
+from qinfer.outputs import CompletionOutput, RequestOutput
+from qinfer.sampling_params import RequestOutputKind, SamplingParams
+
+if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
+    from qinfer.engine.engine import Engine
+    from qinfer.engine.options import EngineStats
+    from qinfer.llm import LLM
+    from qinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -182,11 +184,12 @@ class AsyncLLM:
         request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt)
         self._hand_over(request)
         finished = False
+        seen: dict[int, CompletionOutput] = {}
         try:
             while not finished:
                 output = await request.mailbox.take()
                 finished = output.finished
-                yield output
+                yield _since(output, seen) if params.output_kind is RequestOutputKind.DELTA else output
         finally:
             if not finished:
                 self._commands.put(partial(self._abort, request))
@@ -337,6 +340,24 @@ class AsyncLLM:
                 loop.call_soon_threadsafe(_put_all, letters)
             except RuntimeError:  # that loop was closed with requests in flight: nobody waits there any more
                 logger.debug("an event loop was closed before its %d answers came", len(letters))
+
+
+def _since(output: RequestOutput, seen: dict[int, CompletionOutput]) -> RequestOutput:
+    """What `output` adds to the choices in `seen`, which are brought up to date."""
+    choices = []
+    for choice in output.outputs:
+        before = seen.get(choice.index)
+        seen[choice.index] = choice
+        if before is not None:
+            start = len(before.token_ids)
+            choice = replace(
+                choice,
+                text=choice.text[len(before.text) :],
+                token_ids=choice.token_ids[start:],
+                logprobs=None if choice.logprobs is None else choice.logprobs[start:],
+            )
+        choices.append(choice)
+    return replace(output, outputs=choices)
 
 
 def _put_all(letters: Sequence[tuple[_Mailbox, RequestOutput | Exception]]) -> None:

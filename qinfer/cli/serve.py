@@ -11,6 +11,7 @@ from qinfer.cli.engine_options import describe_model, llm_keywords
 from qinfer.cli.options import (
     AllowUngatedOption,
     BlockSizeOption,
+    ChunkedPrefillOption,
     ChatTemplateOption,
     DtypeOption,
     HubTokenOption,
@@ -52,6 +53,7 @@ def serve(
     max_num_batched_tokens: MaxNumBatchedTokensOption = None,
     block_size: BlockSizeOption = None,
     enable_prefix_caching: PrefixCachingOption = True,
+    enable_chunked_prefill: ChunkedPrefillOption = True,
     chat_template: ChatTemplateOption = None,
     seed: SeedOption = 0,
     allow_ungated: AllowUngatedOption = False,
@@ -73,6 +75,7 @@ def serve(
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         enable_prefix_caching=enable_prefix_caching,
+        enable_chunked_prefill=enable_chunked_prefill,
         chat_template=chat_template,
         seed=seed,
         allow_ungated=allow_ungated,
@@ -81,6 +84,11 @@ def serve(
         served_model_name=served_model_name or None,
     )
     stdout = sys.stdout
+
+    def load() -> LLM:
+        from qinfer.llm import LLM  # imports torch, which takes seconds: the port comes first
+
+        return LLM(model, **keywords)
 
     def ready(url: str, llm: LLM) -> None:
         names = llm.served_model_names
@@ -96,9 +104,6 @@ def serve(
             print(to_json(document), file=stdout, flush=True)
 
     with stdout_kept_for_result():
-        from qinfer.llm import LLM
         from qinfer.server import run
 
-        run.serve(
-            lambda: LLM(model, **keywords), host=host, port=port, api_keys=api_key or (), on_ready=ready
-        )
+        run.serve(load, host=host, port=port, api_keys=api_key or (), on_ready=ready)

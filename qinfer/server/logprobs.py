@@ -13,12 +13,14 @@ Minus infinity, a token that may not be chosen, is no JSON: it is written as -99
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qinfer.detokenizer import Detokenizer
 from qinfer.outputs import Logprob, LogprobsOnePosition, PromptLogprobs
 from qinfer.server.wire import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
-from qinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from qinfer.tokenizer import Tokenizer
 
 FLOOR = -9999.0
 

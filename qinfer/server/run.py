@@ -18,15 +18,18 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
 
 from qinfer.async_llm import AsyncLLM
-from qinfer.llm import LLM
 from qinfer.server.app import build_app
 from qinfer.server.exposition import Compat
 from qinfer.server.waiting import LoadingAnswers, listen
+
+if TYPE_CHECKING:
+    from qinfer.llm import LLM
 
 logger = logging.getLogger(__name__)
 
