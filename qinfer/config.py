@@ -98,7 +98,7 @@ class ModelConfig:
                 f"num_key_value_heads {num_kv_heads}"
             )
         attention_bias = bool(raw["attention_bias"]) and family.reads_attention_bias
-        rope, local_rope = read_ropes(raw, head_dim, phi="Phi3" in architecture)
+        rope, local_rope = read_ropes(raw, head_dim, phi=architecture == "Phi3ForCausalLM")
         return cls(
             architecture=architecture,
             model_type=str(raw.get("model_type", "")),

@@ -65,7 +65,7 @@ class Layer:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Layer:
-        """Makes layer `index`, fusing q/k/v and gate/up of equal scheme.
+        """Makes layer `index`; q/k/v become one product, gate/up another, so each group has one scheme.
 
         `linears`: relative module name ("self_attn.q_proj") -> (scheme, file tensors). `others`: relative
         names of norms and biases ("input_layernorm.weight", "self_attn.q_proj.bias"). One missing: KeyError.
@@ -182,7 +182,7 @@ def load_decoder(
 ) -> Decoder:
     """Reads the whole model; `dtype` of activations and unquantized weights, the checkpoint's when None.
 
-    Raises CheckpointError naming a tensor that is missing, of the wrong shape, or holds NaN.
+    Raises CheckpointError naming a tensor that is missing or holds NaN.
     """
     config = checkpoint.config
     dtype = dtype or getattr(torch, config.dtype)
@@ -224,10 +224,7 @@ def _filled(
     }
     for name, parameter in parameters.items():
         tensor = checkpoint.tensor(name)
-        if tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"{checkpoint.path}: {name} has shape {list(tensor.shape)}, not {list(parameter.shape)}"
-            )
+        assert tensor.shape == parameter.shape, name  # the checkpoint has checked; copy_ would broadcast
         parameter.copy_(tensor)
     _refuse_nan(checkpoint, parameters)
     return parameters
@@ -242,6 +239,5 @@ def _linear(checkpoint: Checkpoint, module: str) -> FileTensors:
 
 def _refuse_nan(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        values = tensor.float() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
-        if tensor.is_floating_point() and bool(values.isnan().any()):
+        if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise CheckpointError(f"{checkpoint.path}: {name} holds NaN, so this checkpoint is broken")
