@@ -25,6 +25,7 @@ import qinfer
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.engine.engine import Engine
+from qinfer.engine.kv_pool import scales_in
 from qinfer.engine.options import EngineOptions
 from qinfer.errors import UserError
 from qinfer.evals import fidelity, text
@@ -157,7 +158,8 @@ def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fide
     options = EngineOptions(
         kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=window // 16 + 2, enable_prefix_caching=False
     )
-    return Engine(decoder, None, options).prompt_logits
+    scales = scales_in(checkpoint) if serving.kv_cache_dtype == "fp8" else None
+    return Engine(decoder, None, options, kv_scales=scales).prompt_logits
 
 
 def read_text(path: Path) -> str:
