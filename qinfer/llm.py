@@ -1,24 +1,87 @@
-"""The Python face: signatures first; the body follows within the hour."""
+"""The Python face: a model, its engine and its tokenizer in one object, with vLLM's names.
+
+    llm = LLM("smollm2-135m-instruct")
+    llm.generate("The sun is", SamplingParams(max_tokens=20))
+    llm.chat([{"role": "user", "content": "Hello"}])
+
+Making one resolves the model's name, opens the checkpoint, asks the gate, loads the weights and allocates the
+KV pool, in this order, so that a refusal costs nothing. What vLLM has and qinfer does not raises
+NotImplementedError with the name; a keyword that neither has is a TypeError.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from itertools import count
+from typing import Any, TypeAlias
 
+import torch
+from tqdm.auto import tqdm
+
+from qinfer import hub
+from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qinfer.checkpoint.files import read_json
+from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
 from qinfer.engine.engine import Engine
-from qinfer.evals.certificate import GateStatus
+from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
+from qinfer.engine.options import EngineOptions
+from qinfer.errors import UserError
+from qinfer.evals.certificate import GateStatus, require
+from qinfer.model.decoder import load_decoder
 from qinfer.outputs import RequestOutput
-from qinfer.sampling_params import SamplingParams
+from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
+Message: TypeAlias = Mapping[str, Any]
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
+Progress: TypeAlias = bool | Callable[..., Any]
+
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
+# vLLM's keywords that change nothing here, and those that qinfer lacks, with the value that asks for nothing
+_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code", "disable_log_stats"})
+_ABSENT: dict[str, Any] = {
+    "tokenizer_mode": "auto",
+    "tokenizer_revision": None,
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "distributed_executor_backend": None,
+    "cpu_offload_gb": 0,
+    "hf_overrides": None,
+    "structured_outputs_config": None,
+    "compilation_config": None,
+    "attention_config": None,
+    "quantization_config": None,
+    "logits_processors": None,
+    "load_format": "auto",
+    "speculative_config": None,
+    "generation_config": "auto",
+    "override_generation_config": None,
+    "enable_lora": False,
+}
+_ABSENT_METHODS = frozenset(
+    {
+        *("beam_search", "embed", "encode", "score", "classify", "sleep", "wake_up", "start_profile"),
+        *("stop_profile", "collective_rpc", "apply_model", "from_engine_args"),
+    }
+)
 
 
 class LLM:
-    """A model with an engine in this process; keywords as in vLLM, `engine_options` are those of EngineOptions."""
+    """A model that answers in this process.
 
-    engine: Engine
-    gate: GateStatus
-    config: ModelConfig
-    served_model_names: tuple[str, ...]
+    `gate` says on what verdict it runs, `engine.ledger` where its memory went, `path` where the files are.
+    """
 
     def __init__(
         self,
@@ -31,20 +94,303 @@ class LLM:
         seed: int = 0,
         allow_ungated: bool = False,
         chat_template: str | None = None,
-        served_model_name: str | list[str] | None = None,
+        served_model_name: str | Sequence[str] | None = None,
         hf_token: str | None = None,
         skip_tokenizer_init: bool = False,
         **engine_options: Any,
-    ) -> None: ...
+    ) -> None:
+        """Loads a folder, hub id, .gguf file or built-in name; other keywords are those of EngineOptions.
+
+        Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
+        without a passing verdict (unless `allow_ungated`).
+        """
+        options = _engine_options(seed, engine_options)
+        if dtype != "auto" and dtype not in DTYPES:
+            raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
+        self.path = hub.resolve(str(model), revision=revision, token=hf_token)
+        checkpoint = open_checkpoint(self.path)
+        _check_quantization(quantization, checkpoint)
+        self.config: ModelConfig = checkpoint.config
+        model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
+        kv_cache_dtype = resolve_kv_cache_dtype(
+            options.kv_cache_dtype,
+            str(model_dtype).removeprefix("torch."),
+            checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
+        )
+        self.gate: GateStatus = require(
+            self.path,
+            is_quantized=checkpoint.is_quantized,
+            kv_cache_dtype=kv_cache_dtype,
+            allow_ungated=allow_ungated,
+        )
+        self._tokenizer: Tokenizer | None = None
+        if not skip_tokenizer_init:
+            folder = hub.resolve(tokenizer, token=hf_token) if tokenizer else self.path
+            self._tokenizer = Tokenizer.load(folder, chat_template=chat_template)
+        self.engine = Engine(
+            load_decoder(checkpoint, dtype=model_dtype),
+            self._tokenizer,
+            replace(options, kv_cache_dtype=kv_cache_dtype),
+            kv_scales=scales_in(checkpoint),
+            label=_label(checkpoint, model_dtype, kv_cache_dtype),
+        )
+        names = served_model_name or str(model)
+        self.served_model_names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names)
+        self._ids = count()
+        self._enqueued: list[str] = []
+        self._finished: dict[str, RequestOutput] = {}
+        self._widths: dict[str, int] = {}  # n of each request, for the progress bar
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT_METHODS:
+            raise NotImplementedError(f"qinfer does not have LLM.{name}")
+        raise AttributeError(f"LLM has no attribute {name!r}")
 
     def generate(
-        self, prompts: Any, sampling_params: Any = None, *, use_tqdm: Any = True, **kw: Any
-    ) -> list[RequestOutput]: ...
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Continues prompts and returns their outputs in the order given.
+
+        A prompt is text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params`:
+        one for all, one for each, or None for the model's defaults. `use_tqdm` may be a tqdm constructor.
+        """
+        _refuse(
+            lora_request=lora_request,
+            priority=priority,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        return self._run(self._add(_prompt_list(prompts), sampling_params), use_tqdm)
 
     def chat(
-        self, messages: Any, sampling_params: Any = None, use_tqdm: Any = True, **kw: Any
-    ) -> list[RequestOutput]: ...
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
+        priority: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: None = None,
+        mm_processor_kwargs: None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or a list of them, written out by the model's chat template.
 
-    def get_tokenizer(self) -> Tokenizer: ...
+        A conversation is a list of {"role", "content"}. Raises UserError for messages the template refuses.
+        """
+        _refuse(
+            lora_request=lora_request,
+            priority=priority,
+            chat_template_content_format=None
+            if chat_template_content_format in ("auto", "string")
+            else chat_template_content_format,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        tokenizer = self.get_tokenizer()
+        prompts = [
+            tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._run(self._add(prompts, sampling_params), use_tqdm)
 
-    def get_default_sampling_params(self) -> SamplingParams: ...
+    def enqueue(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[str]:
+        """Takes prompts in like `generate`, for `wait_for_completion` to run; returns their request ids."""
+        ids = self._add(_prompt_list(prompts), sampling_params)
+        self._enqueued += ids
+        return ids
+
+    def wait_for_completion(self, *, use_tqdm: Progress = True) -> list[RequestOutput]:
+        """Runs all that was enqueued and returns the outputs in that order."""
+        ids, self._enqueued = self._enqueued, []
+        return self._run(ids, use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; UserError where skip_tokenizer_init left it out."""
+        if self._tokenizer is None:
+            raise UserError("this LLM was made with skip_tokenizer_init=True: it takes token ids only")
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, over the defaults of SamplingParams."""
+        path = self.path / "generation_config.json"
+        raw = read_json(path) if path.is_file() else {}
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        given = {name: raw[name] for name in names if raw.get(name) is not None}
+        if raw.get("max_new_tokens") is not None:
+            given["max_tokens"] = raw["max_new_tokens"]
+        try:
+            return SamplingParams(**given)
+        except UserError as error:
+            raise UserError(f"{path}: {error}", error.parameter) from None
+
+    def get_metrics(self) -> dict[str, float]:
+        """The engine's counters and gauges by name."""
+        return self.engine.stats()._asdict()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes."""
+        return self.engine.reset_prefix_cache()
+
+    def _add(self, prompts: Sequence[Prompt], sampling_params: Params) -> list[str]:
+        params = self._params_list(sampling_params, len(prompts))
+        ids: list[str] = []
+        try:
+            for prompt, own in zip(prompts, params, strict=True):
+                text, token_ids = self._encode(prompt)
+                final = own.clone()
+                final.output_kind = RequestOutputKind.FINAL_ONLY
+                request_id = str(next(self._ids))
+                self.engine.add(request_id, token_ids, final, prompt=text)
+                ids.append(request_id)
+                self._widths[request_id] = own.n
+        except BaseException:
+            self._abort(ids)
+            raise
+        return ids
+
+    def _params_list(self, sampling_params: Params, count: int) -> list[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise UserError(
+                f"{count} prompts but {len(sampling_params)} sampling_params: give one for all or one each",
+                "sampling_params",
+            )
+        return list(sampling_params)
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        text: Any = prompt
+        if isinstance(prompt, Mapping):
+            text = prompt.get("prompt")
+            if prompt.get("prompt_token_ids") is not None:
+                return text, prompt["prompt_token_ids"]
+        if isinstance(text, str):
+            return text, self.get_tokenizer().encode(text)
+        if isinstance(prompt, Sequence):
+            return None, prompt
+        raise UserError(
+            'a prompt is text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, '
+            f"not {prompt!r:.100}",
+            "prompts",
+        )
+
+    def _run(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
+        """Steps until these requests have finished; outputs of others are kept for who waits for them."""
+        missing = {request_id for request_id in ids if request_id not in self._finished}
+        total = sum(self._widths.pop(request_id) for request_id in ids)
+        bar = _Bar(use_tqdm, total) if use_tqdm else None
+        try:
+            while missing:
+                for output in self.engine.step():
+                    self._finished[output.request_id] = output
+                    if bar and output.request_id in missing:
+                        bar.advance(output)
+                    missing.discard(output.request_id)
+        except BaseException:  # also an interrupt: what nobody waits for any more must not run on
+            self._abort(missing)
+            raise
+        finally:
+            if bar:
+                bar.close()
+        return [self._finished.pop(request_id) for request_id in ids]
+
+    def _abort(self, ids: Sequence[str] | set[str]) -> None:
+        for request_id in ids:
+            self.engine.abort(request_id)
+
+
+class _Bar:
+    """vLLM's progress bar: requests done, and tokens per second in and out."""
+
+    def __init__(self, use_tqdm: Progress, total: int) -> None:
+        make = use_tqdm if callable(use_tqdm) else tqdm
+        self._bar = make(
+            total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._speed(0, 0, 1.0)
+        )
+        self._start = time.monotonic()
+        self._tokens_in = self._tokens_out = 0
+
+    def advance(self, output: RequestOutput) -> None:
+        self._tokens_in += len(output.prompt_token_ids) * len(output.outputs)
+        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
+        seconds = max(time.monotonic() - self._start, 1e-9)
+        self._bar.postfix = self._speed(self._tokens_in, self._tokens_out, seconds)
+        self._bar.update(len(output.outputs))
+
+    def close(self) -> None:
+        self._bar.close()
+
+    @staticmethod
+    def _speed(tokens_in: int, tokens_out: int, seconds: float) -> str:
+        rates = (tokens_in / seconds, tokens_out / seconds)
+        return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"
+
+
+def _engine_options(seed: int, given: Mapping[str, Any]) -> EngineOptions:
+    known = {field.name for field in fields(EngineOptions)}
+    chosen: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _ABSENT:
+            if value != _ABSENT[name]:
+                raise NotImplementedError(f"qinfer does not have LLM({name}={value!r})")
+        elif name in known:
+            chosen[name] = None if name == "max_model_len" and value in (-1, "auto") else value
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(f"LLM got an unexpected keyword argument {name!r}")
+    return EngineOptions(seed=seed, **chosen)
+
+
+def _check_quantization(quantization: str | None, checkpoint: Checkpoint) -> None:
+    found = "compressed-tensors" if checkpoint.is_quantized else None
+    if quantization not in (None, found):
+        raise UserError(
+            f"quantization={quantization!r} but the checkpoint is {found or 'not quantized'}: leave it "
+            "out, or quantize first with `qinfer quantize`",
+            "quantization",
+        )
+
+
+def _label(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: str) -> str:
+    """'w8a8-int8 + fp8 KV': what the ledger calls this engine."""
+    config, model_dtype = checkpoint.config, str(dtype).removeprefix("torch.")
+    schemes = (checkpoint.scheme(layer_prefix(config, 0) + module) for module in layer_modules(config))
+    weights = " + ".join(dict.fromkeys(scheme.label for scheme in schemes))
+    weights = weights if checkpoint.is_quantized else model_dtype
+    return weights if kv_cache_dtype == model_dtype else f"{weights} + {kv_cache_dtype} KV"
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [prompts]  # type: ignore[list-item]  # one prompt of ids
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _refuse(**absent: Any) -> None:
+    for name, value in absent.items():
+        if value is not None:
+            raise NotImplementedError(f"qinfer does not have {name}")
