@@ -116,7 +116,7 @@ def _stem(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> D
     """A decoder without layers: it embeds and makes rotations."""
     config = checkpoint.config
     embedding = checkpoint.tensor(f"{config.tensor_prefix}embed_tokens.weight").to(device, dtype)
-    return Decoder(config, embedding, [], torch.ones(config.hidden_size), None)
+    return Decoder(config, embedding, [], torch.ones(config.hidden_size), embedding)
 
 
 def _spread(sequences: Sequence[Sequence[int]], num_tokens: int) -> set[int]:

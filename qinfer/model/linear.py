@@ -23,7 +23,7 @@ class Linear:
     def __init__(
         self,
         shards: Sequence[FileTensors],
-        bias: Tensor | None,
+        bias: Tensor | None = None,
         *,
         device: torch.device,
         dtype: torch.dtype,
