@@ -50,3 +50,9 @@ ChatTemplateOption = Annotated[str | None, typer.Option(help="A Jinja chat templ
 ProfileOption = Annotated[
     str, typer.Option(help="How much is measured and how strictly: lenient, standard or strict.")
 ]
+ChunkedPrefillOption = Annotated[
+    bool,
+    typer.Option(
+        "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Compute long prompts in parts."
+    ),
+]

@@ -11,8 +11,8 @@ from qinfer.cli.engine_options import describe_model, llm_keywords
 from qinfer.cli.options import (
     AllowUngatedOption,
     BlockSizeOption,
-    ChunkedPrefillOption,
     ChatTemplateOption,
+    ChunkedPrefillOption,
     DtypeOption,
     HubTokenOption,
     JsonOption,

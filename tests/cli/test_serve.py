@@ -1,0 +1,67 @@
+"""`qinfer serve` as a process: ready document, one answer, a clean end; and what it refuses at once."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from qinfer.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("serve") / "model")
+
+
+def test_serve_tells_when_it_is_ready_answers_and_ends_cleanly(model):
+    command = [sys.executable, "-m", "qinfer", "serve", str(model), "--port", "0", "--json"]
+    command += ["--served-model-name", "tiny", "--memory", "1GiB", "--max-num-seqs", "4"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            lines = []
+            while not lines or lines[-1] not in ("}\n", ""):  # "": it ended
+                lines.append(server.stdout.readline())
+            ready = json.loads("".join(lines))
+            body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0})
+            request = urllib.request.Request(
+                f"{ready['url']}/v1/completions", body.encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                completion = json.load(answer)
+        finally:
+            server.send_signal(signal.SIGTERM)
+        rest, err = server.communicate(timeout=60)
+    assert server.returncode == 0, err
+    assert (ready["model"], ready["served_model_names"]) == ("tiny", ["tiny"])
+    assert (ready["gate"]["state"], ready["max_model_len"]) == ("dense", 256)
+    assert ready["ledger"]["budget"] == 2**30
+    assert 1 <= completion["usage"]["completion_tokens"] <= 4
+    assert rest == ""  # one document, and nothing after it
+    assert "tiny is served at" in err
+    assert "KV pool" in err
+
+
+def test_a_taken_port_is_one_line_before_anything_is_loaded(qinfer, model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, out, err = qinfer("serve", model, "--port", taken.getsockname()[1])
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+
+
+def test_m01_weights_beyond_the_budget_stop_the_start(qinfer, model):
+    code, out, err = qinfer("serve", model, "--port", 0, "--memory", "100KiB")
+    assert (code, out) == (2, "")
+    assert "memory budget is 102400 B" in err
+
+
+def test_s08_contradicting_limits_stop_the_start(qinfer, model):
+    options = ("--max-num-batched-tokens", 64, "--no-enable-chunked-prefill", "--max-model-len", 256)
+    code, out, err = qinfer("serve", model, "--port", 0, "--max-num-seqs", 8, *options)
+    assert (code, out) == (2, "")
+    assert "max_num_batched_tokens 64 is below max_model_len 256" in err
