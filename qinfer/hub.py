@@ -73,7 +73,7 @@ def _local(model: str) -> Path | None:
     path = Path(model).expanduser()
     if model == BUILTIN:
         return builtin()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.suffix == ".gguf":
         if not path.is_file():

