@@ -245,6 +245,11 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.load(model_dir)
 
 
+@pytest.fixture
+def fake_llm(tokenizer: Tokenizer) -> FakeLLM:
+    return FakeLLM(tokenizer, hashed_script, None)
+
+
 @pytest.fixture(scope="session")
 def serve_scripted(tokenizer: Tokenizer) -> Callable[..., Any]:
     """A context manager: a server with a scripted engine; keywords go to build_app."""

@@ -1,0 +1,176 @@
+"""Streams that meet trouble: stop strings, half characters, failures, clients that leave."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def spelled(served: Any, *pieces: str) -> list[int]:
+    """Tokens of the pieces, each cut by itself, and the end of the sequence."""
+    ids = [token for piece in pieces for token in served.engine.tokenizer.encode(piece)]
+    return [*ids, max(served.engine.tokenizer.eos_token_ids)]
+
+
+def text_of(chunks: Sequence[dict[str, Any]]) -> str:
+    return "".join(c["text"] for chunk in chunks for c in chunk["choices"])
+
+
+def until(condition: Any, seconds: float = 5) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "reason"),
+    [
+        (("ABC", "DEF", "G", "HI", "J", "KL"), ["DEFGHIJ"], "ABC", "DEFGHIJ"),
+        (("ABC", "DEFG", "X"), ["DEFGHIJ"], "ABCDEFGX", None),
+        (("ABC", "DEFG"), ["DEFGHIJ"], "ABCDEFG", None),
+        (("ABC", "DEF", "G"), ["DE", "DEF"], "ABC", "DE"),
+        (("ABXYC",), "XY", "AB", "XY"),
+    ],
+)
+def test_t03_stop_strings_never_leak(serve_scripted, pieces, stop, text, reason):
+    with serve_scripted(script=lambda ids, k: spelled(served, *pieces)) as served:
+        served.scripted.seconds_per_step = 0.002
+        whole = served.post(COMPLETIONS, {"prompt": "x", "stop": stop, "max_tokens": 40}).json()["choices"][0]
+        chunks = served.stream(COMPLETIONS, {"prompt": "x", "stop": stop, "max_tokens": 40})
+    assert whole["text"] == text_of(chunks) == text
+    last = chunks[-1]["choices"][0]
+    assert last["finish_reason"] == whole["finish_reason"] == "stop"
+    assert last["stop_reason"] == whole["stop_reason"] == reason
+    assert all(c["text"] or c["finish_reason"] for chunk in chunks for c in chunk["choices"])
+
+
+@pytest.mark.parametrize(
+    ("ends_well", "text", "echoed"), [(True, "€ok", "secret €ok"), (False, "ok", "secret ok")]
+)
+def test_t02_prompt_never_leaks_into_the_stream(serve_scripted, ends_well, text, echoed):
+    """The prompt ends with two of a character's three bytes; the answer brings the third, or does not."""
+
+    def script(ids: Sequence[int], choice: int) -> list[int]:
+        return [*euro[2:], *spelled(served, "ok")] if ends_well else spelled(served, "ok")
+
+    with serve_scripted(script=script) as served:
+        tokenizer = served.engine.tokenizer
+        by_byte = {tokenizer.token_bytes(i): i for i in range(256)}
+        euro = [by_byte[bytes([byte])] for byte in "€".encode()]
+        body = {"prompt": [*tokenizer.encode("secret "), *euro[:2]]}
+        assert text_of(served.stream(COMPLETIONS, body)) == text
+        assert text_of(served.stream(COMPLETIONS, {**body, "echo": True, "logprobs": 0})) == echoed
+        assert served.post(COMPLETIONS, {**body, "echo": True}).json()["choices"][0]["text"] == echoed
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_h08_failure_at_the_first_step_is_a_500(serve_scripted, path):
+    with serve_scripted() as served:
+        served.scripted.fail_at_step = 0
+        for stream in (True, False):
+            body = {"prompt": "a", "messages": HELLO, "stream": stream}
+            answer = served.post(path, body)
+            assert answer.status_code == 500
+            assert answer.headers["content-type"] == "application/json"
+            assert "secret" not in answer.text
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_h08_failure_in_mid_stream_is_one_error_event(serve_scripted, path):
+    with serve_scripted() as served:
+        served.scripted.fail_at_step = 5
+        served.scripted.seconds_per_step = 0.01
+        answer = served.post(path, {"prompt": "a", "messages": HELLO, "stream": True, "max_tokens": 20})
+        events = answer.text.split("\n\n")
+    assert answer.status_code == 200
+    assert events[-2:] == ["data: [DONE]", ""]
+    errors = [json.loads(event.removeprefix("data: ")) for event in events[:-2] if '"error"' in event]
+    assert len(errors) == 1
+    assert events[-3].startswith('data: {"error"')
+    assert errors[0]["error"]["code"] == 500
+    assert "secret" not in answer.text
+
+
+def test_h14_a_dead_engine_does_not_look_healthy(serve_scripted):
+    with serve_scripted() as served:
+        assert served.get("/health").status_code == 200
+        served.scripted.fail_at_step = served.scripted.num_steps
+        assert served.post(COMPLETIONS, {"prompt": "a"}).status_code == 500
+        health = served.get("/health")
+        assert health.status_code == 503
+        assert health.json()["error"]["type"] == "ServiceUnavailableError"
+        started = time.monotonic()
+        assert served.post(CHAT, {"messages": HELLO}).status_code == 500
+        assert time.monotonic() - started < 1
+        metrics = served.get("/metrics").text
+        assert 'qinfer_engine_ready{model_name="tiny"} 0.0' in metrics
+        assert 'qinfer_requests_finished_total{model_name="tiny",reason="error"} 1.0' in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_client_that_leaves_aborts_its_request(serve_scripted, path, stream):
+    with serve_scripted() as served:
+        served.scripted.seconds_per_step = 0.02
+        body = {"prompt": "a", "messages": HELLO, "stream": stream, "n": 2, "max_tokens": 200}
+        with httpx.Client(base_url=served.url, timeout=0.5) as client:
+            if stream:
+                with client.stream("POST", path, json=body) as answer:
+                    assert next(answer.iter_lines()).startswith("data: {")
+            else:
+                with pytest.raises(httpx.ReadTimeout):
+                    client.post(path, json=body)
+        until(lambda: not served.scripted.jobs)
+        assert len(served.scripted.aborted) == 1
+        until(lambda: served.engine.stats.num_running == 0)
+        finished = 'qinfer_requests_finished_total{model_name="tiny",reason="abort"} 2.0'
+        assert finished in served.get("/metrics").text
+
+
+def test_a_client_that_leaves_before_the_first_token(serve_scripted):
+    with serve_scripted() as served:
+        served.scripted.seconds_per_step = 0.4
+        body = {"messages": HELLO, "stream": True, "max_tokens": 50}
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.url}{CHAT}", json=body, timeout=0.1)
+        until(lambda: served.scripted.aborted and not served.scripted.jobs)
+
+
+def test_sixty_four_streams_at_once(serve_scripted):
+    with serve_scripted() as served:
+        served.scripted.seconds_per_step = 0.002
+        bodies = [{"prompt": f"prompt {i}", "max_tokens": 30} for i in range(64)]
+        with concurrent.futures.ThreadPoolExecutor(64) as pool:
+            streams = list(pool.map(lambda body: served.stream(COMPLETIONS, body), bodies))
+        for body, chunks in zip(bodies, streams, strict=True):
+            ids = served.engine.tokenizer.encode(body["prompt"])
+            assert text_of(chunks) == "".join(map(chr, served.scripted.script(ids, 0)[:30]))
+        assert not served.scripted.jobs
+
+
+def test_stopping_the_engine_ends_streams_with_an_error(serve_scripted):
+    with serve_scripted() as served:
+        served.scripted.seconds_per_step = 0.02
+        with served.client.stream(
+            "POST", COMPLETIONS, json={"prompt": "a", "stream": True, "max_tokens": 200}
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert served.engine.shutdown(5)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == 503
+        refused = served.post(COMPLETIONS, {"prompt": "a"})
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert served.get("/health").status_code == 503
