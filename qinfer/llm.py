@@ -289,7 +289,7 @@ class LLM:
                 return text, prompt["prompt_token_ids"]
         if isinstance(text, str):
             return text, self.get_tokenizer().encode(text)
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return None, prompt
         raise UserError(
             'a prompt is text, a list of token ids, {"prompt": ...} or {"prompt_token_ids": ...}, '

@@ -9,6 +9,7 @@ one would pass with a norm forgotten.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from qinfer.checkpoint.names import global_tensors, layer_tensors
 from qinfer.config import ModelConfig
+from qinfer.engine.plan import StepPlan
+from qinfer.engine.runner import StepOutput
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 384,
@@ -215,3 +218,44 @@ def _byte_alphabet() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+Script = Sequence[int] | Callable[[list[int]], Sequence[int]]
+
+
+class FakeRunner:
+    """Stands in for the engine's runner: the next tokens are scripted, the plans are kept in `plans`.
+
+    `script` is what every sequence says, or makes that from its prompt; the last token is repeated for ever.
+    A scripted token's logit is 20 and all others' 0; the prompt's own logits are all 0.
+    """
+
+    def __init__(self, vocab_size: int, script: Script) -> None:
+        self.plans: list[StepPlan] = []
+        self._vocab_size = vocab_size
+        self._script = script
+        self._prompts: dict[int, list[int]] = {}
+
+    def run(
+        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
+    ) -> StepOutput:
+        """Logits [S, V] of the scripted tokens; asserts that no chunk is empty."""
+        self.plans.append(plan)
+        assert all(chunk.start < chunk.stop for chunk in plan.chunks)
+        sampled = [chunk for chunk in plan.chunks if chunk.sample]
+        logits = torch.zeros(len(sampled), self._vocab_size)
+        for row, chunk in zip(logits, sampled, strict=True):
+            ids = list(token_ids[chunk.seq_id])
+            prompt = self._prompts.setdefault(chunk.seq_id, ids)
+            script = self._script(prompt) if callable(self._script) else self._script
+            row[script[min(len(ids) - len(prompt), len(script) - 1)]] = 20.0
+        kept = {
+            chunk.seq_id: torch.zeros(chunk.stop - chunk.start, self._vocab_size)
+            for chunk in plan.chunks
+            if chunk.seq_id in keep
+        }
+        return StepOutput(logits, kept)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The kept rows are logits already."""
+        return hidden
