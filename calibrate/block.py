@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qinfer.calibrate.health import check_finite
 from qinfer.calibrate.mappings import Block
 from qinfer.calibrate.observe import LayerTap
 from qinfer.checkpoint.checkpoint import Checkpoint
@@ -44,10 +45,14 @@ class Batch:
 
 
 def load_block(checkpoint: Checkpoint, index: int) -> Block:
-    """Reads one layer's tensors as float32, by relative name; CheckpointError for one missing."""
+    """Reads one layer's tensors as float32, by relative name; CheckpointError for one missing or NaN."""
     prefix = layer_prefix(checkpoint.config, index)
-    names = layer_tensors(checkpoint.config, index)
-    return {name.removeprefix(prefix): checkpoint.tensor(name).float() for name in names}
+    block = {}
+    for name in layer_tensors(checkpoint.config, index):
+        tensor = checkpoint.tensor(name).float()
+        check_finite(name, tensor)
+        block[name.removeprefix(prefix)] = tensor
+    return block
 
 
 def biases_and_norms(config: ModelConfig, block: Block) -> Block:

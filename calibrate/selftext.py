@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from qinfer.model.decoder import load_decoder
 
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
+from qinfer.model.decoder import load_decoder
 from qinfer.sampling_params import SamplingParams
 from qinfer.tokenizer import Tokenizer
 

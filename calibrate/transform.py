@@ -151,7 +151,7 @@ def output_errors(bench: Workbench, block: Block, shards: Mapping[str, FileTenso
     for mapping in scale_mappings(bench.config):
         dense = [(Dense(), {"weight": block[f"{module}.weight"]}) for module in mapping.consumers]
         quantized = [shards[module] for module in mapping.consumers]
-        exact, rounded = (Linear(s, device=bench.device, dtype=bench.dtype) for s in (dense, quantized))
+        exact, rounded = (Linear(s, None, device=bench.device, dtype=bench.dtype) for s in (dense, quantized))
         difference = size = 0.0
         for x in bench.tap.inputs[mapping.group]:
             reference = exact(x).float()

@@ -1,0 +1,64 @@
+"""A checkpoint with an unusable scale, a missing or a stray tensor is never finished."""
+
+import pytest
+import torch
+
+from qinfer.calibrate import health
+from qinfer.checkpoint.names import all_modules, global_tensors, layer_tensors
+from qinfer.config import ModelConfig
+from qinfer.errors import CheckpointError
+from qinfer.quant import W4A16, W8A8Int8
+from qinfer.testing import tiny_config
+
+SCHEME = W4A16(32, False)
+SHAPE = (16, 64)
+
+
+def _tensors():
+    return SCHEME.quantize(torch.randn(SHAPE), dtype=torch.bfloat16)
+
+
+def _check(tensors):
+    health.check_linear("m", tensors, SCHEME, SHAPE, torch.bfloat16)
+
+
+def test_what_a_scheme_makes_is_healthy():
+    _check(_tensors())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_unusable_scale_is_named(value):
+    tensors = _tensors()
+    tensors["weight_scale"][3, 1] = value
+    with pytest.raises(CheckpointError, match=r"m\.weight_scale"):
+        _check(tensors)
+
+
+def test_missing_misshapen_and_mistyped_tensors_are_named():
+    tensors = _tensors()
+    packed = tensors.pop("weight_packed")
+    with pytest.raises(CheckpointError, match=r"m\.weight_packed is missing"):
+        _check(tensors)
+    with pytest.raises(CheckpointError, match=r"m\.weight_packed is torch.int32 \[15, 8\]"):
+        _check({**tensors, "weight_packed": packed[:15]})
+    with pytest.raises(CheckpointError, match=r"m\.weight_scale is torch.float32"):
+        _check({**_tensors(), "weight_scale": tensors["weight_scale"].float()})
+
+
+def test_dense_tensor_with_nan_is_named():
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN"):
+        health.check_finite("model.norm.weight", torch.tensor([1.0, float("nan")]))
+
+
+def test_expected_names_replace_each_weight_by_the_schemes_tensors():
+    config = ModelConfig.from_dict(tiny_config("qwen2"))
+    source = {n for i in range(2) for n in layer_tensors(config, i)} | set(global_tensors(config))
+    expected = health.expected_names(config, W8A8Int8(), source)
+    module = "model.layers.1.self_attn.q_proj"
+    assert {f"{module}.weight", f"{module}.weight_scale", f"{module}.bias"} <= expected
+    assert len(expected) == len(source) + len(all_modules(config))
+    health.check_complete(expected, set(expected))
+    with pytest.raises(CheckpointError, match=r"1 tensors missing .*: model\.norm\.weight"):
+        health.check_complete(expected, expected - {"model.norm.weight"})
+    with pytest.raises(CheckpointError, match=r"1 tensors unexpected .*: stray"):
+        health.check_complete(expected, expected | {"stray"})
