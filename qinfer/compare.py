@@ -13,6 +13,7 @@ per token.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,14 +98,26 @@ class Comparison:
     serving: Serving
     source: OpenModel
     profile: str
-    text_file: Path | None  # None: the built-in held-out text
-    seed: int  # of the bootstrap
+    text_file: Path | None = None  # None: the built-in held-out text
+    seed: int = 0  # of the bootstrap
 
     @property
     def reference(self) -> Serving:
         """How the source is run: float32 where it is small enough, else its own dtype."""
         small = self.source.num_parameters <= FLOAT32_PARAMETERS
         return Serving.settle("float32" if small else "auto", "auto", self.source.checkpoint)
+
+    def command(self) -> str:
+        """The command line that makes this comparison."""
+        words = ["qinfer", "eval", self.candidate.name, "--against", self.source.name]
+        words += ["--profile", self.profile, "--seed", str(self.seed)]
+        words += ["--dtype", name_of(self.serving.dtype), "--kv-cache-dtype", self.serving.kv_cache_dtype]
+        return shlex.join(words + ([] if self.text_file is None else ["--text", str(self.text_file)]))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
 
 
 def open_model(name: str, *, revision: str | None = None, token: str | None = None) -> OpenModel:
@@ -194,7 +207,7 @@ def _measure(
     if serving.dtype == comparison.reference.dtype:
         return measures
     del candidate, scores  # the source as served takes the candidate's place in memory
-    served_alike = Serving(serving.dtype, str(serving.dtype).removeprefix("torch."))
+    served_alike = Serving(serving.dtype, name_of(serving.dtype))
     floor = fidelity.compare(reference, engine_logits(source, served_alike, length), ids[:FLOOR_WINDOWS])
     total = min(FLOOR_WINDOWS, len(ids))
     return measures + fidelity.noise_floor(
@@ -209,21 +222,22 @@ def _settings(
     candidate, source = comparison.candidate, comparison.source
     kinds = [window.kind for window in windows]
     return {
+        "command": comparison.command(),
         "model": candidate.name,
         "schemes": sorted(candidate.schemes()),
         "against": source.name,
         "source_parameters": source.num_parameters,
         "profile": comparison.profile,
-        "limits": limits._asdict(),
+        "limits": {name: float(f"{limit:.6g}") for name, limit in limits._asdict().items()},
         "text": "built-in" if comparison.text_file is None else str(comparison.text_file),
         "data_sha256": text.data_hash(windows),
         "windows": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
         "window": length,
         "tokens": sum(len(window.token_ids) for window in windows),
         "seed": comparison.seed,
-        "dtype": str(comparison.serving.dtype).removeprefix("torch."),
+        "dtype": name_of(comparison.serving.dtype),
         "kv_cache_dtype": comparison.serving.kv_cache_dtype,
-        "reference_dtype": str(comparison.reference.dtype).removeprefix("torch."),
+        "reference_dtype": name_of(comparison.reference.dtype),
         "qinfer": qinfer.__version__,
         "torch": torch.__version__,
     }

@@ -84,7 +84,9 @@ def quantize(
     gc.collect()  # what calibration held is gone before two models are loaded
     judged = None
     if gate:
-        judged = evaluate(str(out), against=str(source.checkpoint.path), profile=profile, progress=progress)
+        candidate = compare.open_model(str(out))
+        serving = compare.Serving.settle("auto", "auto", candidate.checkpoint)
+        judged = _certify(compare.Comparison(candidate, serving, source, profile), progress=progress)
     return QuantizeResult(Path(out), made, judged)
 
 
@@ -111,14 +113,9 @@ def evaluate(
     source = compare.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
     serving = compare.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint)
-    hashes = certificate.hash_files(candidate.checkpoint.path)
     text_path = None if text_file is None else Path(text_file)
     comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
-    result = compare.judge(comparison, progress=progress)
-    if candidate.checkpoint.is_quantized:
-        document = result.to_dict()
-        certificate.write(candidate.checkpoint.path, document, hashes, report.markdown(document))
-    return result
+    return _certify(comparison, progress=progress)
 
 
 def score_text(
@@ -155,7 +152,7 @@ def score_text(
         "windows": len(cut),
         "window": window,
         "data_sha256": text.data_hash(cut),
-        "dtype": str(serving.dtype).removeprefix("torch."),
+        "dtype": compare.name_of(serving.dtype),
         "kv_cache_dtype": serving.kv_cache_dtype,
         "qinfer": qinfer.__version__,
     }
@@ -165,3 +162,14 @@ def score_text(
         settings,
         seed=seed,
     )
+
+
+def _certify(comparison: compare.Comparison, *, progress: bool) -> GateResult:
+    """Judges, and writes certificate and report beside a candidate that needs them to be served."""
+    checkpoint = comparison.candidate.checkpoint
+    hashes = certificate.hash_files(checkpoint.path)
+    result = compare.judge(comparison, progress=progress)
+    if checkpoint.is_quantized:
+        document = result.to_dict()
+        certificate.write(checkpoint.path, document, hashes, report.markdown(document))
+    return result

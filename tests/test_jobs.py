@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qinfer import jobs
+from qinfer.cli import main
 from qinfer.errors import CheckpointError, GateError, UserError
 from qinfer.evals import certificate, gate
 from qinfer.model.decoder import Decoder
@@ -91,11 +93,16 @@ def test_quantize_writes_a_certificate_that_lets_it_be_served(quantized: jobs.Qu
     assert json.loads(json.dumps(quantized.to_dict()))["gate"]["verdict"] == "PASS"
 
 
-def test_evaluate_again_gives_the_same_numbers(
-    quantized: jobs.QuantizeResult, copy: Path, source: Path
+def test_the_recorded_command_gives_the_same_numbers(
+    quantized: jobs.QuantizeResult, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert quantized.gate is not None
-    assert judge(copy, source).measures == quantized.gate.measures
+    program, *arguments = shlex.split(quantized.gate.settings["command"])
+    assert program == "qinfer"
+    with pytest.raises(SystemExit) as left:
+        main([*arguments, "--json"])
+    assert left.value.code == 0
+    assert json.loads(capsys.readouterr().out)["measures"] == quantized.gate.to_dict()["measures"]
 
 
 def test_nothing_of_the_models_stays_in_memory(quantized: jobs.QuantizeResult) -> None:
