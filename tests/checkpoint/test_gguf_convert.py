@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.gguf_convert import convert_gguf, undo_interleaving
@@ -116,6 +116,16 @@ def test_tokenizer_template_and_ends_come_along(tmp_path: Path, write_gguf: Writ
         **{"bos_token_id": 256, "eos_token_id": [258, 256]},
         **{"temperature": 0.6, "top_k": 20, "do_sample": True},
     }
+
+
+def test_q27_same_ids_as_transformers_reads_from_the_file(tmp_path: Path, write_gguf: WriteGGUF) -> None:
+    file = write_gguf("qwen3", tiny_model("qwen3", tmp_path / "source"))
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    ours = Tokenizer.load(convert(file, tmp_path / "out").path)
+    for text in ("Hello world! Café déjà vu — 123 😊", "  two  spaces\n\n", "<|im_start|>user", "12345", ""):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.hf.special_tokens_map == theirs.special_tokens_map
+    assert ours.hf.chat_template == theirs.chat_template
 
 
 def test_llama3_scaling_is_recognized_by_its_factors(tmp_path: Path, write_gguf: WriteGGUF) -> None:
