@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.block import advance, dense_layer, embed_batches, layer_of, load_block, observe
@@ -89,13 +90,38 @@ def test_search_beats_rounding_on_inputs_with_outliers(method, scheme, tmp_path)
                 assert scale["loss"] < 0.5 * scale["unscaled_loss"]
 
 
-def _scale_norms(folder, channels, factor):
-    from safetensors.torch import load_file, save_file
+@pytest.mark.parametrize("scheme", ["int8", "awq"])
+def test_c03_dead_and_huge_channels_run_through(scheme, tmp_path):
+    """One zero channel, one of 1e5, one zero group of weights: scales stay finite, nothing gets worse."""
+    source = tiny_model("smollm2", tmp_path / "source", dtype="bfloat16")
+    _scale_norms(source, [3], 0.0)
+    _scale_norms(source, [17], 1e5)
+    _change(source, "mlp.down_proj.weight", lambda w: w[:, 32:64].zero_())
+    report = pipeline.run(_prepare(source, tmp_path / "out", scheme=scheme), progress=False)
+    assert torch.isfinite(_logits(tmp_path / "out")).all()
+    for layer in report.layers:
+        for scale in layer.scales:
+            assert 0 <= scale["loss"] <= scale["unscaled_loss"] < float("inf")
+    result = open_checkpoint(tmp_path / "out")
+    for i in range(2):
+        gain = result.tensor(f"model.layers.{i}.input_layernorm.weight")
+        assert gain[3] == 0
+        assert torch.isfinite(gain).all()
 
+
+def _scale_norms(folder, channels, factor):
+    def scale(gain):
+        gain[channels] *= factor
+
+    _change(folder, "layernorm.weight", scale)
+
+
+def _change(folder, suffix, change):
+    """Rewrites, in place, every tensor of a layer whose name ends so."""
     tensors = load_file(folder / "model.safetensors")
-    for name in tensors:
-        if "layers" in name and name.endswith("layernorm.weight"):
-            tensors[name][channels] *= factor
+    for name, tensor in tensors.items():
+        if ".layers." in name and name.endswith(suffix):
+            change(tensor)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -242,12 +268,8 @@ def test_rtn_says_that_text_is_not_read(tmp_path, caplog):
 
 
 def test_nan_weight_stops_the_run_and_leaves_nothing(tmp_path):
-    from safetensors.torch import load_file, save_file
-
     source = tiny_model("llama", tmp_path / "source")
-    tensors = load_file(source / "model.safetensors")
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    _change(source, "layers.1.mlp.up_proj.weight", lambda w: w[3, 4].fill_(float("nan")))
     for scheme in ("fp8", "int8", "awq"):
         with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
             pipeline.run(_prepare(source, tmp_path / "out", scheme=scheme), progress=False)
