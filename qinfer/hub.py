@@ -56,7 +56,7 @@ def resolve(model: str, *, revision: str | None = None, token: str | None = None
         return local
     return _from_hub(
         model,
-        lambda: snapshot_download(model, revision=revision, token=token, allow_patterns=_HUB_FILES),
+        lambda: snapshot_download(model, revision=revision, token=token, allow_patterns=list(_HUB_FILES)),
     )
 
 
