@@ -241,12 +241,12 @@ class AsyncLLM:
 
     def _run(self) -> None:
         while not self._stopped or not self._commands.empty():
-            self._obey()
-            if self.dead_error is None and self._engine.has_unfinished():
-                try:
+            try:
+                self._obey()
+                if self.dead_error is None and self._engine.has_unfinished():
                     self._step()
-                except Exception as error:  # whatever it was, the engine's state cannot be trusted any more
-                    self._die(error)
+            except Exception as error:  # whatever it was, the engine's state cannot be trusted any more
+                self._die(error)
 
     def _obey(self) -> None:
         """Runs all commands at hand; waits for one when the engine has nothing to do."""

@@ -125,7 +125,9 @@ class ServerMetrics:
 
     def ended(self, request_id: str, reason: str) -> None:
         """Counts the choices that will not be finished."""
-        live = self._live.pop(request_id)
+        live = self._live.pop(request_id, None)
+        if live is None:  # taken in before this began to watch
+            return
         with self.lock:
             self.finished[reason] += live.params.n - sum(c.finished for c in live.choices.values())
 

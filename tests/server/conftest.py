@@ -245,6 +245,11 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.load(model_dir)
 
 
+@pytest.fixture(scope="session")
+def run_app() -> Callable[..., Any]:
+    return running
+
+
 @pytest.fixture
 def fake_llm(tokenizer: Tokenizer) -> FakeLLM:
     return FakeLLM(tokenizer, hashed_script, None)
