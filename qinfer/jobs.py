@@ -151,6 +151,7 @@ def score_text(
         "text": str(text_file),
         "windows": len(cut),
         "window": window,
+        "stride": window,
         "data_sha256": text.data_hash(cut),
         "dtype": compare.name_of(serving.dtype),
         "kv_cache_dtype": serving.kv_cache_dtype,
