@@ -6,6 +6,10 @@ gives the same result, the choice is made here, by shape and by rules that were 
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -19,14 +23,20 @@ from qinfer.kernels import quantize_per_token as _quantize_per_token
 from qinfer.kernels import rope as _rope
 from qinfer.kernels import sampling as _sampling
 from qinfer.kernels import w4a16 as _w4a16
+from qinfer.kernels import w4a16_cpu as _w4a16_cpu
 from qinfer.kernels import w8a8_fp8 as _w8a8_fp8
+from qinfer.kernels import w8a8_fp8_cpu as _w8a8_fp8_cpu
 from qinfer.kernels import w8a8_int8 as _w8a8_int8
+from qinfer.kernels import w8a8_int8_cpu as _w8a8_int8_cpu
 from qinfer.kernels import w8a16_int8 as _w8a16_int8
+from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
 from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
 from qinfer.kernels.paged_attention import RowGroup as RowGroup
+
+_log = logging.getLogger(__name__)
 
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
 
@@ -92,39 +102,66 @@ def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     return _quantize_per_token.fp8_per_token(x)
 
 
+@cache
+def onednn_int8_is_exact() -> bool:
+    """Whether oneDNN's int8 product gives the exact integers on this processor; tried once, then known.
+
+    Without VNNI instructions it may saturate at 16 bits. Then `w8a8_int8` runs its meaning, and says so.
+    """
+    exact = _w8a8_int8_cpu.gives_exact_integers()
+    if not exact:
+        _log.warning("w8a8_int8: oneDNN saturates on this processor; running in plain torch, which is slow")
+    return exact
+
+
 def pack_w8a8_int8(weight: Tensor) -> Tensor:
     """Weight int8 [N, K] in the layout that `w8a8_int8` reads fastest on its device."""
+    if weight.device.type == "cpu" and onednn_int8_is_exact():
+        return _w8a8_int8_cpu.pack(weight)
     return weight
 
 
 def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `pack_w8a8_int8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    if weight.is_mkldnn:
+        return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)
 
 
 def w8a16_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight int8 [N, K], weight_scale [N] in x's dtype -> [T, N] in x's dtype."""
+    if x.device.type == "cpu":
+        return _w8a16_int8_cpu.w8a16_int8_cpu(x, weight, weight_scale)
     return _w8a16_int8.w8a16_int8(x, weight, weight_scale)
 
 
 def widen_w8a8_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weight float8_e4m3fn [N, K] in the form that `w8a8_fp8` reads fastest on its device."""
-    return weight
+    """Weight float8_e4m3fn [N, K] in the form that `w8a8_fp8` reads fastest on its device.
+
+    `dtype` is that of the activations to come.
+    """
+    return _w8a8_fp8_cpu.widen(weight, dtype) if weight.device.type == "cpu" else weight
 
 
 def w8a8_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `widen_w8a8_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
-    return _w8a8_fp8.w8a8_fp8(x, weight, weight_scale)
+    if weight.dtype is torch.float8_e4m3fn:
+        return _w8a8_fp8.w8a8_fp8(x, weight, weight_scale)
+    return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)
 
 
 def pack_w4a16(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
-    """Arguments of `w4a16` on the tensors' device: weight uint8 [N, K/2], scale and zero uint8 [N, G]."""
+    """The arguments of `w4a16` from weight uint8 [N, K/2] (even k low), scale and zero uint8 [N, G]."""
+    if weight.device.type == "cpu":
+        return _w4a16_cpu.pack(weight, scale, zero)
     return {"weight": weight, "scale": scale, "zero": zero}
 
 
-def w4a16(x: Tensor, weight: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
     """x [T, K] times the 4-bit weight that `pack_w4a16` made ready -> [T, N] in x's dtype."""
-    return _w4a16.w4a16(x, weight, scale, zero)
+    if "nibbles" in packed:
+        return _w4a16_cpu.w4a16_cpu(x, **packed)
+    return _w4a16.w4a16(x, **packed)
 
 
 # --- engine: the paged cache and sampling ------------------------------------------------------------------

@@ -87,7 +87,8 @@ def scheme_from_group(group: Mapping[str, Any], fmt: str) -> Scheme:
     weights = _arguments(group.get("weights"))
     found = {"weights": weights, "input_activations": _arguments(group.get("input_activations"))}
     four_bit = [W4A16(size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)]
-    for scheme in (W8A8Int8(), W8A16Int8(), W8A8Fp8(), *four_bit):
+    known: list[Scheme] = [W8A8Int8(), W8A16Int8(), W8A8Fp8(), *four_bit]
+    for scheme in known:
         if found == scheme.group() and fmt == FORMAT[scheme.name] and not group.get("output_activations"):
             return scheme
     raise UnsupportedModelError(

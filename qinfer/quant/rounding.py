@@ -37,7 +37,7 @@ def finite_float32(weight: Tensor) -> Tensor:
 
 def absmax_ranges(weight: Tensor, groups: int) -> Ranges:
     """Lowest and highest value of each of `groups` equal parts of a row: [N, K] -> two of [N, groups]."""
-    low, high = torch.aminmax(weight.unflatten(-1, (groups, -1)), dim=-1)
+    low, high = torch.aminmax(_grouped(weight, groups), dim=-1)
     return low, high
 
 
@@ -65,7 +65,7 @@ def asymmetric_scale(ranges: Ranges, num_bits: int, dtype: torch.dtype) -> tuple
 def integer_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, num_bits: int) -> Tensor:
     """Codes int8 [N, K] of a float32 weight with scale (and zero point) [N, groups]."""
     lowest = -(2 ** (num_bits - 1))
-    steps = weight.unflatten(-1, (scale.shape[-1], -1)) / scale.float().unsqueeze(-1)
+    steps = _grouped(weight, scale.shape[-1]) / scale.float().unsqueeze(-1)
     if zero_point is not None:
         steps = steps + zero_point.unsqueeze(-1)
     return steps.round().clamp(lowest, -lowest - 1).to(torch.int8).flatten(-2)
@@ -73,7 +73,7 @@ def integer_codes(weight: Tensor, scale: Tensor, zero_point: Tensor | None, num_
 
 def integer_values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
     """float32 [N, K] that codes int8 [N, K] mean with scale (and zero point) [N, groups]."""
-    steps = codes.float().unflatten(-1, (scale.shape[-1], -1))
+    steps = _grouped(codes.float(), scale.shape[-1])
     if zero_point is not None:
         steps = steps - zero_point.unsqueeze(-1)
     return (steps * scale.float().unsqueeze(-1)).flatten(-2)
@@ -82,3 +82,8 @@ def integer_values(codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> T
 def fp8_codes(weight: Tensor, scale: Tensor) -> Tensor:
     """float8_e4m3fn [N, K] of a float32 weight with scale [N, 1]."""
     return (weight / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def _grouped(weight: Tensor, groups: int) -> Tensor:
+    """[N, K] -> [N, groups, K / groups]."""
+    return weight.reshape(weight.shape[0], groups, -1)

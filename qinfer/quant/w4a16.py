@@ -105,7 +105,7 @@ class W4A16:
         return ops.pack_w4a16(weight.to(device), scale.to(device, dtype), zero.to(device, torch.uint8))
 
     def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
-        return ops.w4a16(x, **prepared)
+        return ops.w4a16(x, prepared)
 
     def group(self) -> dict[str, Any] | None:
         return {
