@@ -69,8 +69,14 @@ def _unquantized(decoder: Decoder, ledger: Ledger, activations: int) -> Ledger |
 
 def tensor_bytes(model: Any) -> int:
     """Bytes of all memory that the tensors within an object refer to, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(model, set())}
-    return sum(storages.values())
+    sizes = {}
+    for tensor in _tensors(model, set()):
+        if tensor.is_mkldnn:  # oneDNN's own layout has no storage to ask, and takes as much as the numbers
+            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
+        else:
+            storage = tensor.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
