@@ -8,8 +8,8 @@
 Each layer thus sees the errors that the layers before it really make (as GPTQ does it, and llm-compressor by
 default), not the activations of the dense model. Round-to-nearest looks at no activation, so it runs none.
 
-On a processor with bfloat16 matrix units activations are bfloat16: on one, SmolLM2-135M's AWQ search took a
-fifth of the time, with the same outcome within the noise of the gate. Elsewhere they are float32.
+On a processor with bfloat16 matrix units activations are bfloat16, elsewhere float32. On one layer of
+SmolLM2-135M both made the same choices, and bfloat16 took 0.6 of the processor time.
 """
 
 from __future__ import annotations

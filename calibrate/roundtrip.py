@@ -1,7 +1,8 @@
 """What a quantized weight will be when it is read back, without packing it into the file's words.
 
 A search looks at dozens of versions of each weight; packing and unpacking would be most of its time. The
-values are those of `scheme.dequantize(scheme.quantize(...))`, bit for bit.
+values are those of `scheme.dequantize(scheme.quantize(...))`, bit for bit. Only the check for NaN is left
+out: weights are checked when they are loaded, and a search passes over a loss that is not finite.
 """
 
 from __future__ import annotations
@@ -13,12 +14,7 @@ from torch import Tensor
 
 from qinfer.model.linear import FileTensors
 from qinfer.quant import W4A16, ActivationFormat, Dense, Ranges, Scheme, W8A16Int8
-from qinfer.quant.rounding import (
-    absmax_ranges,
-    asymmetric_scale,
-    finite_float32,
-    symmetric_scale,
-)
+from qinfer.quant.rounding import absmax_ranges, asymmetric_scale, symmetric_scale
 
 
 def as_read_back(
@@ -31,7 +27,7 @@ def as_read_back(
         bits, groups, symmetric = 8, 1, True
     else:
         return scheme.dequantize(scheme.quantize(weight, ranges, dtype=dtype))
-    weight = finite_float32(weight)
+    weight = weight.float()
     ranges = ranges or absmax_ranges(weight, groups)
     lowest = -(2 ** (bits - 1))
     if symmetric:
