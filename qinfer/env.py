@@ -1,10 +1,9 @@
-"""What qinfer asks of its surroundings: a few environment variables and the machine's memory and processor.
+"""What qinfer asks of its surroundings: where its cache is, and the machine's memory and processor.
 
 Read when asked, never at import, and nowhere else: whoever wants to know how the environment changes what
 qinfer does reads this page. Only the standard library, so that planning memory needs no torch.
 
-    QINFER_CACHE    folder of converted models (else $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
-    QINFER_BACKEND  auto | torch | triton: which twin of an op runs
+    QINFER_CACHE  folder of converted models (else $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 from qinfer.errors import UserError
 
-BACKENDS = ("auto", "torch", "triton")
 # Instructions that decide which of torch's CPU kernels a linear reaches, as Linux and macOS spell them.
 CPU_FEATURES = (
     "avx2",
@@ -38,14 +36,6 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qinfer"
-
-
-def backend() -> str:
-    """QINFER_BACKEND, 'auto' when unset; UserError for an unknown name."""
-    name = os.environ.get("QINFER_BACKEND", "auto")
-    if name not in BACKENDS:
-        raise UserError(f"QINFER_BACKEND={name}: choose from {', '.join(BACKENDS)}", "QINFER_BACKEND")
-    return name
 
 
 class HostMemory(NamedTuple):
@@ -78,7 +68,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def _container_limits(root: Path) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of the control groups, v2 and v1, that this process is in."""
+    """(limit, bytes in use that cannot be dropped) of the control groups, v2 and v1, of this process."""
     groups = root / "proc/self/cgroup"
     found = []
     for line in groups.read_text().splitlines() if groups.exists() else []:

@@ -27,7 +27,9 @@ from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
+from qinfer.engine.memory import require_weights_fit
 from qinfer.engine.options import EngineOptions
+from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus, require
 from qinfer.model.decoder import load_decoder
@@ -123,6 +125,7 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             allow_ungated=allow_ungated,
         )
+        require_weights_fit(checkpoint.num_bytes, host_memory().available, options.memory)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             folder = hub.resolve(tokenizer, token=hf_token) if tokenizer else self.path

@@ -164,6 +164,19 @@ def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
     return _w4a16.w4a16(x, **packed)
 
 
+def cpu_paths() -> dict[str, str]:
+    """How each product runs on this CPU, in words; a scheme that is not named runs its meaning."""
+    rows = {"int8": _w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, "int4": _w4a16_cpu.MAX_ROWS_OF_INT4_OP}
+    exact = "oneDNN int8 x uint8, weights packed at load"
+    return {
+        "dense": "torch linear",
+        "w8a8-int8": exact if onednn_int8_is_exact() else "plain torch: oneDNN's int8 saturates here",
+        "w8a16-int8": f"torch int8 op up to {rows['int8']} rows of bfloat16, else weights widened per call",
+        "w8a8-fp8": "weights widened at load to bfloat16 (float32 for other activations), torch linear",
+        "w4a16": f"torch int4 op up to {rows['int4']} rows of bfloat16, else weights unpacked per call",
+    }
+
+
 # --- engine: the paged cache and sampling ------------------------------------------------------------------
 
 

@@ -1,11 +1,10 @@
-"""Where the cache is, which backend is asked for, and how much memory a container really has."""
+"""Where the cache is, and how much memory a container really has."""
 
 from pathlib import Path
 
 import pytest
 
 from qinfer import env
-from qinfer.errors import UserError
 
 KIB = 1024
 
@@ -19,16 +18,6 @@ def test_cache_dir_prefers_own_variable_then_xdg_then_home(monkeypatch, tmp_path
     assert env.cache_dir() == tmp_path / "xdg" / "qinfer"
     monkeypatch.setenv("QINFER_CACHE", "~/mine")
     assert env.cache_dir() == tmp_path / "mine"
-
-
-def test_backend_names(monkeypatch):
-    monkeypatch.delenv("QINFER_BACKEND", raising=False)
-    assert env.backend() == "auto"
-    monkeypatch.setenv("QINFER_BACKEND", "torch")
-    assert env.backend() == "torch"
-    monkeypatch.setenv("QINFER_BACKEND", "cuda")
-    with pytest.raises(UserError, match=r"QINFER_BACKEND=cuda.*auto, torch, triton"):
-        env.backend()
 
 
 def machine(root: Path, files: dict[str, str]) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -19,6 +18,8 @@ PACKAGES = (
 def doctor(as_json: JsonOption = False) -> None:
     """Show versions, processor, memory, GPU, the path of every op, and the cache folder."""
     with stdout_kept_for_result():
+        from qinfer import ops
+
         document = {
             "python": platform.python_version(),
             "system": platform.platform(),
@@ -26,7 +27,7 @@ def doctor(as_json: JsonOption = False) -> None:
             "cpu": _cpu(),
             "torch": _torch(),
             "gpus": _gpus(),
-            "ops": _ops(),
+            "cpu_paths": ops.cpu_paths(),
             "cache": _cache(),
         }
     show(document, _text(document), as_json)
@@ -75,15 +76,6 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _ops() -> dict[str, Any]:
-    from qinfer import env
-
-    return {
-        "backend": env.backend(),
-        "triton_installed": importlib.util.find_spec("triton") is not None,
-    }
-
-
 def _cache() -> dict[str, Any]:
     from qinfer import env
 
@@ -115,5 +107,6 @@ def _text(document: dict[str, Any]) -> str:
         ("gpu", "; ".join(gpus) or "none"),
         ("cache", f"{cache['path']} ({format_size(cache['num_bytes'])})"),
     ]
+    rows += [(f"op {name}", path) for name, path in document["cpu_paths"].items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

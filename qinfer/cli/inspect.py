@@ -123,7 +123,7 @@ def _text(document: dict[str, Any]) -> str:
         "",
         table(("group", "scheme", "linears", "size", "bits per weight"), rows),
         "",
-        f"gate: {gate['line']}",
+        f"gate: {gate['verdict']}" if gate["state"] == "passed" else gate["line"],
         *(f"  {reason}" for reason in gate["reasons"] or ()),
     ]
     return "\n".join(lines)

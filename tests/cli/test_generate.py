@@ -32,6 +32,17 @@ def test_generate_answers_in_json_and_text(qinfer, model):
         assert f"> {output['prompt']}\n{output['answers'][0]['text']}" in text
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "int8", "fp8"])
+def test_m05_planned_and_loaded_pools_agree(qinfer, model, kv_cache_dtype):
+    shared = ("--memory", "64MiB", "--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--json")
+    shared += ("--kv-cache-dtype", kv_cache_dtype)
+    (planned,) = json.loads(qinfer("plan", model, *shared, "--scheme", "dense", "--reserve", 0).stdout)[
+        "rows"
+    ]
+    loaded = json.loads(qinfer("generate", model, "-p", "x", "--max-tokens", 1, *shared).stdout)["ledger"]
+    assert loaded["pages"] == pytest.approx(planned["pages"], rel=0.02)
+
+
 def test_generate_is_the_same_as_the_python_face(qinfer, model):
     from qinfer import LLM, SamplingParams
 

@@ -1,0 +1,32 @@
+"""`qinfer doctor` on the machine that runs the tests."""
+
+import json
+
+import torch
+
+import qinfer as package
+from qinfer import ops
+
+
+def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "file").write_bytes(bytes(1000))
+    code, out, _ = qinfer("doctor", "--json")
+    assert code == 0
+    document = json.loads(out)
+    assert document["packages"]["torch"] == torch.__version__
+    assert document["packages"]["qinfer"]
+    assert document["torch"]["threads"] == torch.get_num_threads()
+    assert len(document["gpus"]) == torch.cuda.device_count()
+    assert 0 < document["cpu"]["memory_available"] <= document["cpu"]["memory_total"]
+    assert set(document["cpu_paths"]) == {"dense", "w8a8-int8", "w8a16-int8", "w8a8-fp8", "w4a16"}
+    assert document["cache"] == {"path": str(tmp_path), "num_bytes": 1000}
+
+
+def test_doctor_says_when_int8_would_be_slow(qinfer, monkeypatch):
+    monkeypatch.setattr(ops, "onednn_int8_is_exact", lambda: False)
+    out = qinfer("doctor").stdout
+    assert "op w8a8-int8" in out
+    assert "saturates" in out
+    assert package.__version__ in out
