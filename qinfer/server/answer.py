@@ -6,13 +6,12 @@ A route makes an `Answer` once the prompts are tokens. Streamed or not, the engi
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from starlette.responses import Response
 
@@ -23,8 +22,6 @@ from qinfer.server.protocol import GenerationRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import EventStream, after_first, ended_in_order, event, merge
 from qinfer.server.wire import Body, Usage
-
-T = TypeVar("T")
 
 
 class Work(NamedTuple):
@@ -109,8 +106,3 @@ def truncated(token_ids: list[int], keep: int | None, max_model_len: int) -> lis
     if keep is None:
         return token_ids
     return token_ids[len(token_ids) - min(len(token_ids), max_model_len - 1 if keep == -1 else keep) :]
-
-
-async def off_the_loop(work: Callable[[], T]) -> T:
-    """Runs tokenizing or templating in a thread: a long prompt must not hold up every stream."""
-    return await asyncio.to_thread(work)

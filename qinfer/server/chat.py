@@ -6,14 +6,14 @@ and only when the engine's first output is there; then text, then the finish rea
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.server.answer import Answer, Work, off_the_loop, truncated
+from qinfer.server.answer import Answer, Work, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
@@ -32,7 +32,7 @@ _RESERVED = frozenset(
 async def answer(state: ServerState, request: ChatRequest, request_id: str) -> Response:
     """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
     state.admit(request)
-    work = await off_the_loop(partial(_work, state, request))
+    work = await asyncio.to_thread(_work, state, request)  # a long prompt must not hold up every stream
     return await ChatAnswer(state, request, f"chatcmpl-{request.request_id or request_id}", [work]).respond()
 
 

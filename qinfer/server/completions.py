@@ -7,16 +7,16 @@ logprobs it is what the prompt's tokens spell, so that the offsets are those of 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from qinfer.detokenizer import Detokenizer
 from qinfer.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from qinfer.server.answer import Answer, Work, off_the_loop, truncated
+from qinfer.server.answer import Answer, Work, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -29,7 +29,7 @@ from qinfer.server.wire import Body, Completion, CompletionChoice, CompletionLog
 async def answer(state: ServerState, request: CompletionRequest, request_id: str) -> Response:
     """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
     state.admit(request)
-    work = await off_the_loop(partial(_work, state, request))
+    work = await asyncio.to_thread(_work, state, request)  # a long prompt must not hold up every stream
     return await CompletionAnswer(state, request, f"cmpl-{request.request_id or request_id}", work).respond()
 
 

@@ -67,6 +67,10 @@ def test_the_gate_is_told_everywhere(serve_scripted, state):
         assert all(line in metrics for line in values.values())
 
 
+def test_the_gate_is_the_models_own_unless_told_otherwise(served):
+    assert served.get("/health").headers["x-qinfer-gate"] == "passed"
+
+
 def test_version_and_models(serve_scripted):
     with serve_scripted(served_model_names=["org/name", "alias"]) as served:
         assert served.get("/version").json() == {"version": __version__}

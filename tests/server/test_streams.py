@@ -158,6 +158,24 @@ def test_sixty_four_streams_at_once(serve_scripted):
         assert not served.scripted.jobs
 
 
+def test_t11_many_threads_share_the_tokenizer(served):
+    def prompt(i: int) -> str:
+        return f"{i} " + "shared tokenizers must not change " * (1 + i % 7)
+
+    def ask(i: int) -> list[int]:
+        more = {"truncate_prompt_tokens": 5 + i} if i % 2 else {}
+        body = {"prompt": prompt(i), "max_tokens": 1, "return_token_ids": True, **more}
+        answer = served.post(COMPLETIONS, body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["prompt_token_ids"]
+
+    with concurrent.futures.ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(ask, range(64)))
+    for i, ids in enumerate(found):
+        whole = served.engine.tokenizer.encode(prompt(i))
+        assert ids == (whole[-(5 + i) :] if i % 2 else whole)
+
+
 def test_stopping_the_engine_ends_streams_with_an_error(serve_scripted):
     with serve_scripted() as served:
         served.scripted.seconds_per_step = 0.02
