@@ -32,6 +32,7 @@ def pack(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
     `scale_offset` bfloat16 [G, N, 2].
     """
     codes = unpack_nibbles(weight)
+    assert codes.shape[0] % 2 == 0, "outputs are halved into the nibbles of a byte"
     half = codes.shape[0] // 2
     packed = {
         "nibbles": (codes[:half] | (codes[half:] << 4)).T.contiguous(),
