@@ -1,0 +1,102 @@
+"""The whole loop by command line on a tiny model: quantize, inspect, generate; fail the gate, be refused."""
+
+import json
+
+import pytest
+
+from qinfer.evals import gate
+from qinfer.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("loop") / "source", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def quick_profile(monkeypatch):
+    """An eighth of the text, and limits for a random model, whose two best tokens are always close."""
+    monkeypatch.setitem(gate.PROFILES, "quick", gate.Profile(2048, 3.0))
+
+
+def test_quantize_judge_inspect_generate_and_refuse(qinfer, source):
+    out = source.parent / "small"
+    arguments = ("quantize", source, "--scheme", "w8a8-fp8", "--out", out, "--profile", "quick")
+    code, text, err = qinfer(*arguments, "--json")
+    assert code == 0, err
+    document = json.loads(text)
+    assert document["out"] == str(out)
+    assert document["gate"]["verdict"] == "PASS"
+    assert document["report"]["scheme"] == "w8a8-fp8"
+    assert "gate:" in err  # progress is on stderr
+
+    gated = json.loads(qinfer("inspect", out, "--json").stdout)["gate"]
+    assert (gated["state"], gated["verdict"]) == ("passed", "PASS")
+    assert json.loads(qinfer("generate", out, "-p", "hi", "--json").stdout)["gate"]["state"] == "passed"
+
+    # a second run does not write over the first unless it is told to
+    code, text, err = qinfer(*arguments)
+    assert (code, text) == (2, "")
+    assert "not empty" in err
+
+    # judged against another model it fails, and the failure is what serving then finds
+    other = tiny_model("llama", source.parent / "other", dtype="bfloat16", seed=1)
+    code, text, _ = qinfer("eval", out, "--against", other, "--profile", "quick")
+    assert code == 1
+    assert "FAIL" in text
+    code, text, err = qinfer("generate", out, "-p", "hi")
+    assert (code, text) == (1, "")
+    assert f"qinfer eval {out} --against REF" in err
+    assert err.count("\n") == 1
+    code, text, _ = qinfer("generate", out, "-p", "hi", "--allow-ungated", "--json")
+    assert (code, json.loads(text)["gate"]["state"]) == (0, "ungated")
+
+    # and a verdict against its own source lets it through again
+    code, text, _ = qinfer("eval", out, "--against", source, "--profile", "quick", "--json")
+    assert (code, json.loads(text)["verdict"]) == (0, "PASS")
+    assert qinfer("generate", out, "-p", "hi").code == 0
+
+
+def test_quantize_without_the_gate_leaves_no_verdict(qinfer, source):
+    out = source.parent / "ungated"
+    options = ("--scheme", "w4a16", "--method", "rtn", "--group-size", 32, "--sym", "--no-gate")
+    code, text, _ = qinfer("quantize", source, "--out", out, *options)
+    assert code == 0
+    assert "not judged" in text
+    document = json.loads(qinfer("inspect", out, "--json").stdout)
+    assert {row["scheme"] for row in document["groups"][:-1]} == {"w4a16 g32 sym"}
+    assert document["gate"]["state"] == "refused"
+    assert qinfer("generate", out, "-p", "hi").code == 1
+
+
+def test_perplexity_of_one_model(qinfer, source, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 30)
+    options = ("--perplexity", text, "--window", 64, "--windows", 3, "--json")
+    code, out, _ = qinfer("eval", source, *options)
+    assert code == 0
+    document = json.loads(out)
+    assert document["settings"]["windows"] == 3
+    assert document["settings"]["window"] == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("quantize", "{source}", "--out", "{new}", "--scheme", "w3a3"), "w3a3"),
+        (("quantize", "{source}", "--out", "{new}", "--scheme", "int8", "--group-size", 64), "group_size"),
+        (("quantize", "{source}", "--out", "{source}", "--scheme", "fp8"), "source itself"),
+        (("quantize", "{source}", "--out", "{new}", "--profile", "easy"), "unknown profile 'easy'"),
+        (("quantize", "{source}", "--out", "{new}", "--calibration", "absent.txt"), "absent.txt"),
+        (("quantize", "no/such/model", "--out", "{new}"), "there is no folder"),
+        (("eval", "{source}"), "--against REF"),
+        (("eval", "{source}", "--against", "{source}", "--perplexity", "x"), "--against REF"),
+    ],
+)
+def test_mistakes_are_one_line_and_write_nothing(qinfer, source, tmp_path, arguments, said):
+    new = tmp_path / "new"
+    code, out, err = qinfer(*(str(a).format(source=source, new=new) for a in arguments))
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+    assert not new.exists()
+    assert not new.with_name("new.partial").exists()
