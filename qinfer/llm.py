@@ -11,14 +11,12 @@ NotImplementedError with the name; a keyword that neither has is a TypeError.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeAlias
 
 import torch
-from tqdm.auto import tqdm
 
 from qinfer import hub
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -28,19 +26,19 @@ from qinfer.config import ModelConfig
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.memory import require_weights_fit
-from qinfer.engine.options import EngineOptions
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus, require
+from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.model.decoder import load_decoder
 from qinfer.outputs import RequestOutput
+from qinfer.progress import Progress, ProgressBar
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
 Message: TypeAlias = Mapping[str, Any]
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-Progress: TypeAlias = bool | Callable[..., Any]
 
 DTYPES = {
     "float32": torch.float32,
@@ -49,34 +47,6 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-# vLLM's keywords that change nothing here, and those that qinfer lacks, with the value that asks for nothing
-_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code", "disable_log_stats"})
-_ABSENT: dict[str, Any] = {
-    "tokenizer_mode": "auto",
-    "tokenizer_revision": None,
-    "tensor_parallel_size": 1,
-    "pipeline_parallel_size": 1,
-    "data_parallel_size": 1,
-    "distributed_executor_backend": None,
-    "cpu_offload_gb": 0,
-    "hf_overrides": None,
-    "structured_outputs_config": None,
-    "compilation_config": None,
-    "attention_config": None,
-    "quantization_config": None,
-    "logits_processors": None,
-    "load_format": "auto",
-    "speculative_config": None,
-    "generation_config": "auto",
-    "override_generation_config": None,
-    "enable_lora": False,
-}
-_ABSENT_METHODS = frozenset(
-    {
-        *("beam_search", "embed", "encode", "score", "classify", "sleep", "wake_up", "start_profile"),
-        *("stop_profile", "collective_rpc", "apply_model", "from_engine_args"),
-    }
-)
 
 
 class LLM:
@@ -106,7 +76,7 @@ class LLM:
         Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
         without a passing verdict (unless `allow_ungated`).
         """
-        options = _engine_options(seed, engine_options)
+        options = engine_options_of(seed, engine_options)
         if dtype != "auto" and dtype not in DTYPES:
             raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
         self.path = hub.resolve(str(model), revision=revision, token=hf_token)
@@ -145,7 +115,7 @@ class LLM:
         self._widths: dict[str, int] = {}  # n of each request, for the progress bar
 
     def __getattr__(self, name: str) -> Any:
-        if name in _ABSENT_METHODS:
+        if name in ABSENT_METHODS:
             raise NotImplementedError(f"qinfer does not have LLM.{name}")
         raise AttributeError(f"LLM has no attribute {name!r}")
 
@@ -165,7 +135,7 @@ class LLM:
         A prompt is text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params`:
         one for all, one for each, or None for the model's defaults. `use_tqdm` may be a tqdm constructor.
         """
-        _refuse(
+        refuse(
             lora_request=lora_request,
             priority=priority,
             tokenization_kwargs=tokenization_kwargs,
@@ -193,7 +163,7 @@ class LLM:
 
         A conversation is a list of {"role", "content"}. Raises UserError for messages the template refuses.
         """
-        _refuse(
+        refuse(
             lora_request=lora_request,
             priority=priority,
             chat_template_content_format=None
@@ -304,7 +274,7 @@ class LLM:
         """Steps until these requests have finished; outputs of others are kept for who waits for them."""
         missing = {request_id for request_id in ids if request_id not in self._finished}
         total = sum(self._widths.pop(request_id) for request_id in ids)
-        bar = _Bar(use_tqdm, total) if use_tqdm else None
+        bar = ProgressBar(use_tqdm, total) if use_tqdm else None
         try:
             while missing:
                 for output in self.engine.step():
@@ -323,47 +293,6 @@ class LLM:
     def _abort(self, ids: Sequence[str] | set[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
-
-
-class _Bar:
-    """vLLM's progress bar: requests done, and tokens per second in and out."""
-
-    def __init__(self, use_tqdm: Progress, total: int) -> None:
-        make = use_tqdm if callable(use_tqdm) else tqdm
-        self._bar = make(
-            total=total, desc="Processed prompts", dynamic_ncols=True, postfix=self._speed(0, 0, 1.0)
-        )
-        self._start = time.monotonic()
-        self._tokens_in = self._tokens_out = 0
-
-    def advance(self, output: RequestOutput) -> None:
-        self._tokens_in += len(output.prompt_token_ids) * len(output.outputs)
-        self._tokens_out += sum(len(completion.token_ids) for completion in output.outputs)
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        self._bar.postfix = self._speed(self._tokens_in, self._tokens_out, seconds)
-        self._bar.update(len(output.outputs))
-
-    def close(self) -> None:
-        self._bar.close()
-
-    @staticmethod
-    def _speed(tokens_in: int, tokens_out: int, seconds: float) -> str:
-        rates = (tokens_in / seconds, tokens_out / seconds)
-        return f"est. speed input: {rates[0]:.2f} toks/s, output: {rates[1]:.2f} toks/s"
-
-
-def _engine_options(seed: int, given: Mapping[str, Any]) -> EngineOptions:
-    known = {field.name for field in fields(EngineOptions)}
-    chosen: dict[str, Any] = {}
-    for name, value in given.items():
-        if name in _ABSENT:
-            if value != _ABSENT[name]:
-                raise NotImplementedError(f"qinfer does not have LLM({name}={value!r})")
-        elif name in known:
-            chosen[name] = None if name == "max_model_len" and value in (-1, "auto") else value
-        elif name not in _WITHOUT_EFFECT:
-            raise TypeError(f"LLM got an unexpected keyword argument {name!r}")
-    return EngineOptions(seed=seed, **chosen)
 
 
 def _check_quantization(quantization: str | None, checkpoint: Checkpoint) -> None:
@@ -391,9 +320,3 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _refuse(**absent: Any) -> None:
-    for name, value in absent.items():
-        if value is not None:
-            raise NotImplementedError(f"qinfer does not have {name}")

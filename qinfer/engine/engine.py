@@ -14,6 +14,7 @@ calls `step` until all is done.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -39,6 +40,8 @@ from qinfer.model.decoder import Decoder
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.tokenizer import Detokenizer, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time when prompts are scored
 
@@ -208,7 +211,7 @@ class Engine:
         )
 
     def _run(self, plan: StepPlan) -> list[TokenSequence]:
-        """Runs a plan that has chunks; returns the sequences that got a token."""
+        """Runs a plan that has chunks; returns the sequences that were to get a token."""
         now = time.monotonic()
         sequences = [self._sequences[chunk.seq_id] for chunk in plan.chunks]
         for seq in sequences:
@@ -221,13 +224,17 @@ class Engine:
                 self._score_prompt(seq.request, chunk, out.hidden[seq.seq_id])
         ready = [seq for seq, chunk in zip(sequences, plan.chunks, strict=True) if chunk.sample]
         sampled = sample(out.logits, ready, self._spell) if ready else []
-        grown = self.scheduler.commit(
-            plan, {seq.seq_id: s.token_id for seq, s in zip(ready, sampled, strict=True)}
-        )
+        results = {seq.seq_id: result for seq, result in zip(ready, sampled, strict=True)}
+        tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
         now = time.monotonic()
-        for seq, result in zip(grown, sampled, strict=True):
-            self._take(seq, result, now)
-        return grown
+        for seq in self.scheduler.commit(plan, tokens):
+            self._take(seq, results[seq.seq_id], now)
+        for seq in ready:
+            if results[seq.seq_id].broken:
+                logger.error("request %s ends: its logits are not numbers", seq.request.request_id)
+                self.scheduler.finish(seq, "error")
+                self._end(seq)
+        return ready
 
     def _score_prompt(self, request: Request, chunk: Chunk, hidden: Tensor) -> None:
         """Adds log-probabilities of the prompt tokens that follow the chunk's rows."""

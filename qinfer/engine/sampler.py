@@ -24,10 +24,14 @@ Spell = Callable[[int], str]  # a token's own text
 
 
 class Sampled(NamedTuple):
-    """A chosen token, with its position's log-probabilities where they were asked for."""
+    """A chosen token, with its position's log-probabilities where they were asked for.
+
+    `broken`: the row held NaN, so that the token means nothing (an overflow in half precision).
+    """
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
+    broken: bool = False
 
 
 def uniform(seed: int, position: int) -> float:
@@ -40,13 +44,16 @@ def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> li
     """One token for each row of logits [S, V]; `spell` gives log-probabilities their text."""
     with torch.inference_mode():
         adjusted = _adjust(logits, sequences)
-        ids = adjusted.argmax(1)
+        largest, ids = adjusted.max(1)
+        broken = largest.isnan()
         rows = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy]
         if rows:
             where = torch.tensor(rows, device=logits.device)
             ids[where] = _draw(adjusted[where], [sequences[i] for i in rows])
+        ids.masked_fill_(broken, 0)
         logprobs = _sample_logprobs(logits, ids, sequences, spell)
-        return [Sampled(token, logprobs.get(i)) for i, token in enumerate(ids.tolist())]
+        chosen = zip(ids.tolist(), broken.tolist(), strict=True)
+        return [Sampled(token, logprobs.get(i), bad) for i, (token, bad) in enumerate(chosen)]
 
 
 def describe(logits: Tensor, ids: Tensor, num_top: int, spell: Spell | None) -> list[dict[int, Logprob]]:

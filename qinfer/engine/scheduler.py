@@ -56,7 +56,7 @@ class Scheduler:
         return StepPlan(tuple(chunks))
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Sequence]:
-        """Books a step that has run; `sampled` has a token for every chunk with `sample`.
+        """Books a step that has run; `sampled` has the tokens of chunks with `sample`, by sequence.
 
         Returns the sequences that got one, in the plan's order; those that it ended have left.
         """
@@ -65,7 +65,7 @@ class Scheduler:
         for chunk in plan.chunks:
             seq = by_id[chunk.seq_id]
             seq.num_computed = chunk.stop
-            if chunk.sample:
+            if chunk.seq_id in sampled:
                 seq.append(sampled[chunk.seq_id])
                 grown.append(seq)
         for seq in grown:

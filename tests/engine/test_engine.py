@@ -440,3 +440,24 @@ def test_ledger_adds_up(make_engine: MakeEngine) -> None:
     total = ledger.weights + ledger.activations + ledger.graphs + ledger.reserve + ledger.kv_pool
     assert total == ledger.budget
     assert (ledger.pages, ledger.tokens) == (64, 1024)
+
+
+def test_nan_logits_end_their_own_request_with_an_error(
+    make_engine: MakeEngine, generate: Generate, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken(FakeRunner):
+        def run(self, plan: Any, token_ids: Any, keep: frozenset[int] = frozenset()) -> Any:
+            out = super().run(plan, token_ids, keep)
+            for row, chunk in enumerate([chunk for chunk in plan.chunks if chunk.sample]):
+                if len(token_ids[chunk.seq_id]) == 12:  # the first and third, after two tokens
+                    out.logits[row, 3] = math.nan
+            return out
+
+    engine = make_engine(runner=Broken(384, [70, 71, 72, 73]))
+    params = [greedy(6, logprobs=1), greedy(6), SamplingParams(seed=1, max_tokens=6, logprobs=0)]
+    outputs = generate(engine, [prompt(10), prompt(20), prompt(10)], params)
+    for i in "02":
+        assert outputs[i].outputs[0].finish_reason == "error"
+        assert len(outputs[i].outputs[0].logprobs) == len(tokens(outputs, i)) == 2
+    assert len(tokens(outputs, "1")) == 6
+    assert "not numbers" in caplog.text
