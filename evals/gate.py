@@ -43,21 +43,30 @@ class Profile(NamedTuple):
 
 
 PROFILES: Mapping[str, Profile] = {
-    "strict": Profile(24_576, 0.5),
+    "strict": Profile(24_576, 0.7),
     "standard": Profile(16_384, 1.0),
-    "lenient": Profile(8_192, 1.5),
+    "lenient": Profile(8_192, 1.2),  # plain rounding to 4 bits must fail this one too
 }
 
 # ---- The table of limits, per class of scheme, for profile "standard": (up to 1B, from 7B parameters) -----
-# Between 1B and 7B each limit is interpolated in the logarithms. Large end: published llama.cpp KL tables of
-# 7-8B models. Small end: SmolLM2-135M. "w16" (dense against dense: another dtype, another KV cache) is judged
-# like 8-bit weights. Re-derive here, and only here.
+# Small end: SmolLM2-135M-Instruct served in bfloat16 against itself in float32, built-in text. Measured on
+# 8192 tokens (mean KL, p99 KL, disagreement, perplexity excess):
+#     bfloat16, nothing quantized   0.0010  0.005  0.022  0.001     must pass
+#     w8a16-int8                    0.0040  0.018  0.036  0.001     must pass
+#     w8a8-fp8                      0.028   0.18   0.090  0.028     must pass
+#     w8a8-int8 rtn                 0.030   0.18   0.092  0.024     smoothquant must do better than this
+#     w4a16 g32 asym rtn            0.26    1.39   0.25   0.24      must fail
+#     w4a16 g64 asym rtn            0.30    1.39   0.27   0.28      must fail
+# A limit lies a quarter or more above what must pass and below the lower bound of what must fail. Large end:
+# llama.cpp's published KL tables of 7-8B models (q8_0 0.0014, q4_K_M 0.031 with 8 % disagreement), not
+# measured here. Between 1B and 7B each limit is interpolated in the logarithms. "w16" (dense against dense:
+# another dtype, another KV cache) is judged like 8-bit weights. Re-derive here, and only here.
 LIMITS: Mapping[SchemeClass, tuple[Limits, Limits]] = {
     #         mean KL, p99 KL, disagreement, perplexity excess
-    "w16": (Limits(0.006, 0.06, 0.040, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a16": (Limits(0.006, 0.06, 0.040, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a8": (Limits(0.050, 0.40, 0.110, 0.050), Limits(0.020, 0.20, 0.050, 0.010)),
-    "w4a16": (Limits(0.200, 1.50, 0.220, 0.200), Limits(0.050, 0.50, 0.090, 0.035)),
+    "w16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
+    "w8a16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
+    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045), Limits(0.020, 0.20, 0.050, 0.010)),
+    "w4a16": (Limits(0.200, 1.25, 0.220, 0.200), Limits(0.050, 0.50, 0.090, 0.035)),
 }
 SMALL, LARGE = 1e9, 7e9  # parameters
 # ------------------------------------------------------------------------------------------------------------

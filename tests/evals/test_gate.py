@@ -109,7 +109,8 @@ def test_profiles_ask_for_more_and_allow_less() -> None:
     strict, standard, lenient = (profile_named(name) for name in ("strict", "standard", "lenient"))
     assert strict.num_tokens > standard.num_tokens > lenient.num_tokens
     assert standard.num_tokens >= 16_384
-    assert limits_for("w8a8", 1, strict).mean_kl == limits_for("w8a8", 1, standard).mean_kl / 2
+    assert strict.scale < standard.scale == 1 < lenient.scale
+    assert limits_for("w8a8", 1, strict) == limits_for("w8a8", 1, standard).scaled(strict.scale)
     with pytest.raises(UserError, match="unknown profile 'loose'; known: strict, standard, lenient"):
         profile_named("loose")
 
