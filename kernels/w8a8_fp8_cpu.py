@@ -1,15 +1,26 @@
-"""Product of `w8a8_fp8` on the CPU, which has no float8 arithmetic: codes widened once, at load.
+"""Product of `w8a8_fp8` on the CPU, which has no float8 arithmetic: codes widened, weights once, at load.
 
 bfloat16 and float32 hold every float8 e4m3fn value exactly, so the products are those of the meaning and
 both scales are applied to the sum. The price is memory: two bytes a weight with bfloat16 activations, else
 four (float16 would overflow in sums of codes up to 448 * 448).
+
+Widening float8 activations again is not vectorised: 16 rows of 1536 take 250 us through the cast and 54 us by
+the arithmetic below, which gives the same values (one core of a Xeon with AMX). e4m3 has steps of 2^(e-3) for
+numbers of exponent e, and of 2^-9 below 2^-6. Adding 1.5 * 2^(e+20), whose own steps are 2^(e-3), and taking
+it away again rounds half to even.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from qinfer.kernels.quantize_per_token import fp8_per_token
+from qinfer.kernels.quantize_per_token import FP8_MAX, SMALLEST_SCALE
+
+# Constants are tensors of one element: a Python number doubles the price of calling a small op.
+_FP8_MAX = torch.tensor([FP8_MAX], device="cpu")
+_EXPONENT_BITS = torch.tensor([0x7F800000], dtype=torch.int32, device="cpu")
+_SHIFT = torch.tensor([1.5 * 2**20], device="cpu")
+_SMALLEST_NORMAL = 2.0**-6
 
 
 def widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -17,7 +28,17 @@ def widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
 
 
+def float8_values(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> the codes of `fp8_per_token` as float32 [T, K], and scale float32 [T, 1]."""
+    x = x.float()
+    scale = x.abs().amax(-1, True).div_(_FP8_MAX).clamp_min_(SMALLEST_SCALE)
+    codes = x.div(scale)
+    power_of_two = codes.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
+    shift = power_of_two.clamp_min_(_SMALLEST_NORMAL).mul_(_SHIFT)
+    return codes.add_(shift).sub_(shift), scale
+
+
 def w8a8_fp8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `widen`, weight_scale float32 [N] -> [T, N] in x's dtype."""
-    codes, scale = fp8_per_token(x)
-    return functional.linear(codes.to(weight.dtype), weight).float().mul_(weight_scale).mul_(scale).type_as(x)
+    codes, scale = float8_values(x)
+    return functional.linear(codes.type_as(weight), weight).float().mul_(weight_scale).mul_(scale).type_as(x)

@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qinfer import ops
-from qinfer.kernels import w4a16, w4a16_cpu, w8a8_fp8, w8a8_int8, w8a8_int8_cpu, w8a16_int8, w8a16_int8_cpu
+from qinfer.kernels import (
+    w4a16,
+    w4a16_cpu,
+    w8a8_fp8,
+    w8a8_fp8_cpu,
+    w8a8_int8,
+    w8a8_int8_cpu,
+    w8a16_int8,
+    w8a16_int8_cpu,
+)
 from qinfer.kernels.quantize_per_token import fp8_per_token, int8_per_token
 from qinfer.testing import error_ratio
 
@@ -51,6 +60,19 @@ def test_codes_of_float8_activations(dtype):
     back = codes.float() * scale
     assert torch.equal(codes.float().abs().amax(-1), torch.tensor([448.0, 448.0, 448.0, 0.0]))
     assert ((back - x.float()).abs() <= torch.maximum(x.float().abs() * 2**-4, scale * 2**-10) * 1.0001).all()
+
+
+def test_float8_by_arithmetic_is_float8_by_cast():
+    """Over every bfloat16 from 2^-40 to 448, both signs, and float32 numbers between them."""
+    raw = torch.arange(0x2B80, 0x43E0 + 1, dtype=torch.int32)
+    exact = (raw << 16).view(torch.float32)
+    between = ((raw[:-1] << 16) + 12345).view(torch.float32)
+    x = torch.cat((exact, -exact, between, -between, torch.zeros(1))).unsqueeze(0)
+    for row in (x, x * 0.37, x.bfloat16()):
+        codes, scale = fp8_per_token(row)
+        values, same_scale = w8a8_fp8_cpu.float8_values(row)
+        assert torch.equal(values, codes.float())
+        assert torch.equal(same_scale, scale)
 
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 70), st.integers(0, 999))
