@@ -33,7 +33,7 @@ Document = str | list[dict[str, Any]]  # plain text, or the messages of a conver
 
 DEFAULT_SEED = 42
 SELF_SHARE = 4  # with no corpus given, one sequence in this many is self-written
-SELF_LEN = 256  # tokens of a self-written sequence, at most
+SELF_LEN = 128  # and this long at most: writing a token costs far more than reading one
 _CHARS_PER_TOKEN = 6  # generous, so that a passage fills its sequence
 _POOL = 50  # documents looked at per sequence wanted, before a choice is made by the seed
 
@@ -84,7 +84,8 @@ def calibration_sequences(
         if value < least:
             raise UserError(f"{name} is {value}: at least {least} is needed", name)
     num_self = num_samples // SELF_SHARE if spec is None else num_samples if spec == "self" else 0
-    written = self_text(tokenizer, generate, num_self, min(max_seq_len, SELF_LEN), seed) if num_self else []
+    self_len = min(max_seq_len, SELF_LEN) if spec is None else max_seq_len
+    written = self_text(tokenizer, generate, num_self, self_len, seed) if num_self else []
     read: list[tuple[int, ...]] = []
     if num_samples > num_self:
         documents = _documents(spec, max_seq_len * _CHARS_PER_TOKEN, num_samples * _POOL)
