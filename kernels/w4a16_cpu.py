@@ -13,8 +13,8 @@ So nibbles are split without interleaving, and a group's zero and scale are broa
 outputs, which vectorises (along the inputs of a group the same arithmetic took three times as long).
 
 The two together hold one byte a weight. Measured on one core of a Xeon with AMX, us, weight 1536 x 576 in
-groups of 64, bfloat16, at 1 / 4 / 8 / 16 / 24 / 32 rows: int4 op 77 / 131 / 253 / 596 / 930 / 2200; unpacking
-and multiplying 1100 for any of these.
+groups of 64, bfloat16, at 1 / 4 / 8 / 16 / 64 rows: int4 op 74 / 120 / 250 / 505 / 2275; unpacking and
+multiplying 1000 to 1160 for any of these; a dense bfloat16 linear 150 / 141 / 146 / 152 / 252.
 """
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qinfer.kernels.w4a16 import unpack_nibbles
 
-MAX_ROWS_OF_INT4_OP = 24
+MAX_ROWS_OF_INT4_OP = 32
 
 
 def pack(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:

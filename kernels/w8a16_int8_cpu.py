@@ -1,8 +1,8 @@
 """Product of `w8a16_int8` on the CPU: torch's int8 weight op for few rows, widened weights for more.
 
-Measured on one core of a Xeon with AMX, us at 1 / 4 / 8 / 12 / 16 rows, bfloat16, weight 1536 x 576:
-    torch._weight_int8pack_mm          89 / 139 / 324 / 413 / 680
-    weight to bfloat16, then linear     - /   - / 604 / 448 / 590      (about the same for any few rows)
+Measured on one core of a Xeon with AMX, us at 1 / 4 / 8 / 16 / 64 rows, bfloat16, weight 1536 x 576:
+    torch._weight_int8pack_mm          86 / 130 / 261 / 680 / 2109
+    weight to bfloat16, then linear   385 / 372 / 391 / 409 /  543
 With float32 activations the op takes milliseconds where widening takes a quarter of one: never used.
 """
 
