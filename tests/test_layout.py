@@ -15,7 +15,9 @@ import qinfer
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "calibrate", "evals")
-TORCH_FREE = tuple(f"qinfer.engine.{name}" for name in ("request", "pages", "scheduler", "plan", "memory"))
+TORCH_FREE = tuple(
+    f"qinfer.engine.{name}" for name in ("request", "pages", "scheduler", "plan", "memory", "footprint")
+)
 
 
 def source_files() -> Iterator[tuple[str, Path]]:

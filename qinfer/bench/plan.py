@@ -3,7 +3,7 @@
 The point of quantizing weights is what the engine does with the memory that it frees. So a plan is a table:
 each row one scheme with one KV-cache dtype, its weights, what a step needs besides, the KV pool that is
 left, and how many tokens and full-length sequences fit, against the same model in its own dtype. Nothing is
-loaded; the numbers are those of engine/memory.py, which the engine uses too.
+loaded; the numbers are those of engine/footprint.py and memory.py, which the engine uses too.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ from dataclasses import dataclass, replace
 
 from qinfer.checkpoint.names import layer_modules, linear_shape
 from qinfer.config import ModelConfig
-from qinfer.engine.memory import (
+from qinfer.engine.footprint import (
     DENSE,
     ITEM_BYTES,
-    Demand,
-    Ledger,
     WeightFormat,
     activation_bytes,
     pages_of,
-    plan,
     weight_bytes,
 )
+from qinfer.engine.memory import Demand, Ledger, plan
 from qinfer.errors import UserError
 from qinfer.quant import settle_group_size
 

@@ -85,7 +85,7 @@ def _cache() -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    from qinfer.engine.memory import format_size
+    from qinfer.engine.footprint import format_size
 
     cpu, torch, cache = document["cpu"], document["torch"], document["cache"]
     packages = [f"{name} {found}" for name, found in document["packages"].items() if found]

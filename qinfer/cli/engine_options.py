@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from qinfer.engine.memory import parse_size
+from qinfer.engine.footprint import parse_size
 
 if TYPE_CHECKING:
     from qinfer.llm import LLM

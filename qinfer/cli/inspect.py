@@ -104,7 +104,7 @@ def _gate(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
-    from qinfer.engine.memory import format_size
+    from qinfer.engine.footprint import format_size
 
     rows = [
         (

@@ -48,7 +48,7 @@ def plan(
     with stdout_kept_for_result():
         from qinfer import env
         from qinfer.bench.plan import Setting, side_by_side
-        from qinfer.engine.memory import parse_size
+        from qinfer.engine.footprint import parse_size
 
         config = _read_config(model, revision, hf_token)
         budget = env.host_memory().available if memory is None else parse_size(memory)
@@ -123,7 +123,7 @@ def _numbers(row: Row) -> dict[str, Any]:
 
 def _text(model: str, config: ModelConfig, setting: Setting, rows: list[Row]) -> str:
     from qinfer.bench.plan import SHORT
-    from qinfer.engine.memory import format_size
+    from qinfer.engine.footprint import format_size
 
     header = (
         "weights + KV",

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from qinfer.engine import memory
+from qinfer.engine import footprint, memory
 from qinfer.engine.memory import Demand, Ledger
 from qinfer.engine.options import EngineOptions, StepLimits
 from qinfer.env import host_memory
@@ -30,8 +30,8 @@ def size_pool(
     """
     config = decoder.config
     weights = tensor_bytes(decoder)
-    page = memory.pages_of(config, kv_cache_dtype, limits.block_size)
-    activations = memory.activation_bytes(
+    page = footprint.pages_of(config, kv_cache_dtype, limits.block_size)
+    activations = footprint.activation_bytes(
         config, limits.max_num_batched_tokens, limits.max_num_seqs, decoder.dtype.itemsize
     )
     demand = Demand(weights, activations)
@@ -59,8 +59,8 @@ def size_pool(
 def _unquantized(decoder: Decoder, ledger: Ledger, activations: int) -> Ledger | None:
     """The same budget with weights and cache in the model's own dtype; None where that does not fit."""
     config = decoder.config
-    page = memory.pages_of(config, config.dtype, ledger.block_size)
-    demand = Demand(memory.weight_bytes(config), activations)
+    page = footprint.pages_of(config, config.dtype, ledger.block_size)
+    demand = Demand(footprint.weight_bytes(config), activations)
     try:
         return memory.plan(config.dtype, ledger.budget, demand, page, ledger.max_model_len)
     except UserError:

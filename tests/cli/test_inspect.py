@@ -9,7 +9,7 @@ from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules
 from qinfer.checkpoint.writer import CheckpointWriter
-from qinfer.engine.memory import WeightFormat, weight_bytes
+from qinfer.engine.footprint import WeightFormat, weight_bytes
 from qinfer.evals import certificate
 from qinfer.quant import W4A16, W8A8Fp8, W8A8Int8, W8A16Int8
 from qinfer.testing import tiny_model

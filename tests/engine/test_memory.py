@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from qinfer.config import ModelConfig, RopeConfig
-from qinfer.engine import memory
-from qinfer.engine.memory import Demand, Ledger, Pages, WeightFormat
+from qinfer.engine import footprint, memory
+from qinfer.engine.footprint import Pages, WeightFormat
+from qinfer.engine.memory import Demand, Ledger
 from qinfer.errors import UserError
 from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8
 
-GIB = memory.GIB
+GIB = footprint.GIB
 
 SMOLLM2_135M = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -56,13 +57,13 @@ LLAMA_31_8B = dataclasses.replace(
     ],
 )
 def test_parse_size(text, num_bytes):
-    assert memory.parse_size(text) == num_bytes
+    assert footprint.parse_size(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "24G", "GiB", "-1GiB", "24 GiB free", "nan", "1e9"])
 def test_parse_size_refuses_in_one_line(text):
     with pytest.raises(UserError, match="such as 24GiB") as error:
-        memory.parse_size(text)
+        footprint.parse_size(text)
     assert "\n" not in str(error.value)
 
 
@@ -104,18 +105,18 @@ def test_m02_growing_free_memory_is_a_warning_and_never_negative_use(caplog):
 
 def test_m05_every_size_follows_the_kv_dtype():
     assert (
-        memory.kv_bytes_per_token(SMOLLM2_135M)
-        == memory.kv_bytes_per_token(SMOLLM2_135M, "float16")
+        footprint.kv_bytes_per_token(SMOLLM2_135M)
+        == footprint.kv_bytes_per_token(SMOLLM2_135M, "float16")
         == 23_040
     )
-    assert memory.kv_bytes_per_token(SMOLLM2_135M, "fp8") == 11_520
-    assert memory.kv_bytes_per_token(SMOLLM2_135M, "float32") == 46_080
-    assert memory.kv_bytes_per_token(SMOLLM2_135M, "int8") == 11_520 + 30 * 2 * 3 * 4
-    assert memory.blocks_for(GIB, SMOLLM2_135M, "bfloat16") == 2_912
-    assert memory.blocks_for(GIB, SMOLLM2_135M, "fp8_e4m3") == 5_825
+    assert footprint.kv_bytes_per_token(SMOLLM2_135M, "fp8") == 11_520
+    assert footprint.kv_bytes_per_token(SMOLLM2_135M, "float32") == 46_080
+    assert footprint.kv_bytes_per_token(SMOLLM2_135M, "int8") == 11_520 + 30 * 2 * 3 * 4
+    assert footprint.blocks_for(GIB, SMOLLM2_135M, "bfloat16") == 2_912
+    assert footprint.blocks_for(GIB, SMOLLM2_135M, "fp8_e4m3") == 5_825
     max_model_len = int(1.9 * 2_912 * 16)
     for kv_cache_dtype, sequences in (("bfloat16", 0), ("fp8", 1)):
-        page = memory.pages_of(SMOLLM2_135M, kv_cache_dtype, 16)
+        page = footprint.pages_of(SMOLLM2_135M, kv_cache_dtype, 16)
         ledger = memory.plan("x", GIB, Demand(weights=0), page, max_model_len)
         assert ledger.sequences == sequences
         if sequences:
@@ -126,22 +127,22 @@ def test_m05_every_size_follows_the_kv_dtype():
 
 
 def test_weights_of_known_models():
-    assert memory.weight_bytes(SMOLLM2_135M) == 134_515_008 * 2  # the published parameter count
-    assert memory.weight_bytes(LLAMA_31_8B) == 8_030_261_248 * 2
-    assert memory.weight_bytes(LLAMA_31_8B, dtype="float32") == 8_030_261_248 * 4
+    assert footprint.weight_bytes(SMOLLM2_135M) == 134_515_008 * 2  # the published parameter count
+    assert footprint.weight_bytes(LLAMA_31_8B) == 8_030_261_248 * 2
+    assert footprint.weight_bytes(LLAMA_31_8B, dtype="float32") == 8_030_261_248 * 4
 
 
 def test_unknown_names_are_user_errors():
     with pytest.raises(UserError, match="w2a2"):
-        memory.weight_bytes(SMOLLM2_135M, WeightFormat("w2a2"))
+        footprint.weight_bytes(SMOLLM2_135M, WeightFormat("w2a2"))
     with pytest.raises(UserError, match=r"int4.*fp8"):
-        memory.kv_bytes_per_token(SMOLLM2_135M, "int4")
+        footprint.kv_bytes_per_token(SMOLLM2_135M, "int4")
 
 
 @pytest.mark.parametrize("num_pages", [None, 7])
 def test_ledger_adds_up_and_never_exceeds_its_budget(num_pages):
     demand = Demand(weights=3 * GIB, activations=1234, graphs=56, reserve=789)
-    page = memory.pages_of(SMOLLM2_135M, "int8", 64)
+    page = footprint.pages_of(SMOLLM2_135M, "int8", 64)
     ledger = memory.plan("x", 4 * GIB, demand, page, 100, num_pages)
     used = demand.total + ledger.kv_pool
     assert used <= 4 * GIB
@@ -157,12 +158,12 @@ def test_fixed_pages_must_fit():
 
 def test_ledger_tells_what_quantizing_bought():
     def ledger(weights: int, kv_cache_dtype: str, unquantized: Ledger | None = None) -> Ledger:
-        page = memory.pages_of(LLAMA_31_8B, kv_cache_dtype, 64)
+        page = footprint.pages_of(LLAMA_31_8B, kv_cache_dtype, 64)
         made = memory.plan(kv_cache_dtype, 24 * GIB, Demand(weights, 2**30), page, 8192)
         return dataclasses.replace(made, unquantized=unquantized)
 
-    dense = ledger(memory.weight_bytes(LLAMA_31_8B), "bfloat16")
-    small = ledger(memory.weight_bytes(LLAMA_31_8B, WeightFormat("w8a8-fp8")), "fp8", dense)
+    dense = ledger(footprint.weight_bytes(LLAMA_31_8B), "bfloat16")
+    small = ledger(footprint.weight_bytes(LLAMA_31_8B, WeightFormat("w8a8-fp8")), "fp8", dense)
     assert small.tokens > 232_000 > 3 * dense.tokens  # issue: 63 k -> 232 k under 24 GiB
     assert small.ratio == small.tokens / dense.tokens
     assert f"{dense.tokens:,} → {small.tokens:,} tokens" in small.to_text()
@@ -186,9 +187,9 @@ def test_cpu_budget_is_modest_by_default_and_obeys():
 
 
 def test_activations_follow_the_larger_of_layers_and_logits():
-    few_rows = memory.activation_bytes(SMOLLM2_135M, 16, 64, 2)
+    few_rows = footprint.activation_bytes(SMOLLM2_135M, 16, 64, 2)
     assert few_rows == 64 * 49152 * 20
-    many_rows = memory.activation_bytes(LLAMA_31_8B, 8192, 256, 2)
+    many_rows = footprint.activation_bytes(LLAMA_31_8B, 8192, 256, 2)
     assert many_rows == 8192 * (3 * 4096 + 3 * 14336) * 2
 
 
@@ -209,4 +210,4 @@ def test_linear_bytes_are_those_of_the_tensors_in_the_file(weight_format, scheme
     torch_dtype = getattr(torch, dtype)
     tensors = scheme.quantize(torch.randn(rows, columns), dtype=torch_dtype)
     written = sum(tensor.nbytes for tensor in tensors.values())
-    assert memory.linear_bytes(weight_format, rows, columns, memory.ITEM_BYTES[dtype]) == written
+    assert footprint.linear_bytes(weight_format, rows, columns, footprint.ITEM_BYTES[dtype]) == written

@@ -1,0 +1,134 @@
+"""Bytes of weights, KV cache and activations from shapes alone, as plain ints. No torch.
+
+These are the terms of the memory ledger (memory.py) and are computed here and nowhere else: `qinfer plan`
+adds them up before anything is loaded, the engine puts what it measured in their place where it has
+something better. Weights are what the checkpoint writer writes, tensor by tensor; a page of the KV cache is
+`block_size` tokens of K and V of all layers.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import NamedTuple
+
+from qinfer.checkpoint.names import global_tensors, layer_modules, layer_prefix, layer_tensors, linear_shape
+from qinfer.config import ModelConfig
+from qinfer.engine.options import KV_CACHE_DTYPES
+from qinfer.errors import UserError
+
+GIB = 1 << 30
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNITS = {f"{p}{u}": b**i for i, p in enumerate("kmgt", 1) for u, b in (("ib", 1024), ("b", 1000))} | {"b": 1}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of '24GiB', '1.5 GB' (powers of 1000) or a plain number; UserError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    unit = match and (match[2] or "b")
+    if match is None or unit not in _UNITS:
+        raise UserError(
+            f"{text!r} is not a size: write a number with B, KiB, MiB, GiB or TiB, such as 24GiB", "memory"
+        )
+    return int(float(match[1]) * _UNITS[str(unit)])
+
+
+def format_size(num_bytes: int) -> str:
+    """'8.46 GiB', '257.1 MiB' or '640 B'."""
+    if abs(num_bytes) >= GIB:
+        return f"{num_bytes / GIB:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if abs(num_bytes) >= 2**20 else f"{num_bytes} B"
+
+
+class WeightFormat(NamedTuple):
+    """A scheme by name, with what w4a16 needs to know besides."""
+
+    scheme: str = "dense"
+    group_size: int = 128
+    symmetric: bool = True
+
+
+DENSE = WeightFormat()
+
+
+def linear_bytes(weight_format: WeightFormat, out_features: int, in_features: int, item_bytes: int) -> int:
+    """Bytes in the file of one linear's weight [N, K], its scales and zero points (compressed-tensors).
+
+    `item_bytes` is the model dtype's, in which scales are stored. UserError for an unknown scheme.
+    """
+    scheme, group_size, symmetric = weight_format
+    words = 4 * out_features  # one int32 per row and per `32 / bits` columns
+    shape = 2 * 8  # `weight_shape`: two int64
+    match scheme:
+        case "dense":
+            return out_features * in_features * item_bytes
+        case "w8a8-int8" | "w8a8-fp8":
+            return out_features * (in_features + item_bytes)
+        case "w8a16-int8":
+            return words * -(-in_features // 4) + out_features * item_bytes + shape
+        case "w4a16":
+            groups = -(-in_features // group_size)
+            zero_points = 0 if symmetric else 4 * -(-out_features // 8) * groups
+            return words * -(-in_features // 8) + out_features * groups * item_bytes + zero_points + shape
+    raise UserError(f"no scheme is called {scheme!r}", "scheme")
+
+
+def weight_bytes(config: ModelConfig, weight_format: WeightFormat = DENSE, dtype: str | None = None) -> int:
+    """Bytes of all tensors that a checkpoint of this model holds when the layers' linears have this format.
+
+    Embeddings, lm_head, norms and biases stay in `dtype` (None: the config's), as the writer leaves them.
+    """
+    item_bytes = ITEM_BYTES[dtype or config.dtype]
+    dense = sum(map(prod, global_tensors(config).values()))
+    quantized = 0
+    for i in range(config.num_layers):
+        linears = {f"{layer_prefix(config, i)}{module}.weight" for module in layer_modules(config)}
+        dense += sum(prod(shape) for name, shape in layer_tensors(config, i).items() if name not in linears)
+        quantized += sum(
+            linear_bytes(weight_format, *linear_shape(config, module), item_bytes)
+            for module in layer_modules(config)
+        )
+    return dense * item_bytes + quantized
+
+
+def kv_bytes_per_token(config: ModelConfig, kv_cache_dtype: str = "auto") -> int:
+    """Bytes of K and V of one token over all layers; int8 includes a float32 scale per token and head."""
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise UserError(
+            f"kv_cache_dtype {kv_cache_dtype!r}: choose from {', '.join(KV_CACHE_DTYPES)}", "kv_cache_dtype"
+        )
+    dtype = config.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+    head_bytes = config.head_dim * ITEM_BYTES.get(dtype, 1) + (4 if dtype == "int8" else 0)
+    return config.num_layers * 2 * config.num_kv_heads * head_bytes
+
+
+def blocks_for(
+    num_bytes: int, config: ModelConfig, kv_cache_dtype: str = "auto", block_size: int = 16
+) -> int:
+    """Whole pages of `block_size` tokens that fit into `num_bytes`."""
+    return max(0, num_bytes) // (block_size * kv_bytes_per_token(config, kv_cache_dtype))
+
+
+def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, item_bytes: int) -> int:
+    """Upper estimate of a step's peak beside weights and pool: `num_tokens` rows, `num_seqs` samples.
+
+    The largest of three moments that never coincide: the MLP (residual, normed input, output, gate|up and
+    their product), attention (q, k, v and the output beside the stream), and sampling (float32 logits, a
+    sorted copy, its int64 order, probabilities).
+    """
+    stream = 3 * config.hidden_size
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    layer = num_tokens * (stream + max(3 * config.intermediate_size, heads)) * item_bytes
+    return max(layer, num_seqs * config.vocab_size * (4 + 4 + 8 + 4))
+
+
+class Pages(NamedTuple):
+    """One page of the pool: `block_size` tokens in `num_bytes`."""
+
+    block_size: int
+    num_bytes: int
+
+
+def pages_of(config: ModelConfig, kv_cache_dtype: str, block_size: int) -> Pages:
+    """A page of this model's cache."""
+    return Pages(block_size, block_size * kv_bytes_per_token(config, kv_cache_dtype))
