@@ -93,14 +93,15 @@ def prepare(
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
     `generate` writes self-written text; None loads the source into the engine when that is called for.
-    Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, and
-    for a length beyond the model's context.
+    Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
+    `out` that holds something, and a length beyond the model's context.
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
     recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric)
     for note in recipe.notes:
         logger.warning(note)
+    CheckpointWriter(source, out, overwrite=overwrite).abort()  # refuses now what it would refuse later
     context = source.config.context_len
     if max_seq_len is not None and max_seq_len > context:
         raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
@@ -123,7 +124,7 @@ def run(job: QuantizeJob, *, progress: bool = True) -> QuantizeReport:
     """Quantizes, writes and checks; nothing is left behind unless all of it succeeds.
 
     Raises CheckpointError for weights that cannot be quantized and a result that cannot be served, UserError
-    where memory does not suffice or `out` holds something already.
+    where memory does not suffice.
     """
     writer = CheckpointWriter(job.source, job.out, overwrite=job.overwrite)
     try:

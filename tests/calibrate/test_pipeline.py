@@ -322,3 +322,16 @@ def test_quantized_source_and_too_long_sequences_are_refused(tmp_path):
         _prepare(tmp_path / "q", tmp_path / "out")
     with pytest.raises(UserError, match="max_seq_len is 500, the model's context 256"):
         _prepare(source, tmp_path / "out", max_seq_len=500)
+
+
+def test_output_folder_that_holds_something_is_refused_before_any_text_is_written(tmp_path):
+    def generate(*_):
+        raise AssertionError("too early")
+
+    source = tiny_model("llama", tmp_path / "source")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("keep")
+    with pytest.raises(UserError, match="is not empty"):
+        _prepare(source, tmp_path / "out", calibration="self", generate=generate)
+    assert (tmp_path / "out" / "mine.txt").read_text() == "keep"
+    assert not (tmp_path / "out.partial").exists()
