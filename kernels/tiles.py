@@ -1,0 +1,54 @@
+"""Which tile a kernel uses for a shape: a pure look-up in tables that benchmarks/tune.py measured.
+
+A table is `configs/<gpu>.json`: {op: {"NxK": [[m_upper, {"BLOCK_M": 16, ...}], ...]}}, rows in rising order of
+`m_upper`; the last one has null, which means any M. Attention and element-wise ops use one key, "*". A GPU
+or a shape without a row falls to the op's own formula, which is said once in the log, never silently. Nothing
+is tuned at run time: that would time kernels inside a server, and give two runs two answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Tile = Mapping[str, Any]
+Formula = Callable[[int, int, int], Tile]  # (m, n, k)
+
+logger = logging.getLogger(__name__)
+
+
+class Declined(Exception):  # noqa: N818 - an answer, not an error
+    """A fast path does not take this input; the reason is one clause for the log."""
+
+
+def tile(op: str, gpu: str, formula: Formula, m: int, n: int = 0, k: int = 0) -> Tile:
+    """The tile of `op` for M rows and a weight [n, k] (0: the op has none) on `gpu` ("nvidia-h200")."""
+    rows = _table(gpu).get(op, {}).get(f"{n}x{k}" if n else "*")
+    if rows is None:
+        _say_once(op, gpu, n, k)
+        return formula(m, n, k)
+    return next(entry for upper, entry in rows if upper is None or m <= upper)
+
+
+def gpu_key(name: str) -> str:
+    """File name of a GPU's table, from the name that the driver reports: 'NVIDIA H200' -> 'nvidia-h200'."""
+    return "-".join(name.lower().replace("/", " ").split())
+
+
+@cache
+def _table(gpu: str) -> dict[str, dict[str, list[tuple[int | None, Tile]]]]:
+    path = Path(__file__).parent / "configs" / f"{gpu}.json"
+    if not path.exists():
+        return {}
+    tables = json.loads(path.read_text())["ops"]
+    return {op: {key: [(r[0], r[1]) for r in rows] for key, rows in t.items()} for op, t in tables.items()}
+
+
+@cache
+def _say_once(op: str, gpu: str, n: int, k: int) -> None:
+    shape = f" for a weight of {n}x{k}" if n else ""
+    logger.info("%s: no measured tile on %s%s; a formula chooses", op, gpu, shape)
