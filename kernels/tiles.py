@@ -1,7 +1,7 @@
 """Which tile a kernel uses for a shape: a pure look-up in tables that benchmarks/tune.py measured.
 
-A table is `configs/<gpu>.json`: {op: {"NxK": [[m_upper, {"BLOCK_M": 16, ...}], ...]}}, rows in rising order of
-`m_upper`; the last one has null, which means any M. Attention and element-wise ops use one key, "*". A GPU
+A table is `configs/<gpu>.json`: {"ops": {op: {"NxK": [[m_upper, {"BLOCK_M": 16, ...}], ...]}}}, rows in
+rising order of `m_upper`; the last one has null, which means any M. Attention and element-wise ops use one key, "*". A GPU
 or a shape without a row falls to the op's own formula, which is said once in the log, never silently. Nothing
 is tuned at run time: that would time kernels inside a server, and give two runs two answers.
 """
@@ -21,7 +21,7 @@ Formula = Callable[[int, int, int], Tile]  # (m, n, k)
 logger = logging.getLogger(__name__)
 
 
-class Declined(Exception):  # noqa: N818 - an answer, not an error
+class Declined(Exception):
     """A fast path does not take this input; the reason is one clause for the log."""
 
 
