@@ -3,7 +3,7 @@
 A table is `configs/<gpu>.json`: {"ops": {op: {"NxK": [[m_upper, {"BLOCK_M": 16, ...}], ...]}}}, rows in
 rising order of `m_upper`; the last one has null, which means any M. Attention and element-wise ops use one
 key, "*". A GPU or a shape without a row falls to the op's own formula, which is said once in the log, never
-silently. Nothing is tuned at run time: that would time kernels inside a server, and give two runs two answers.
+silently. Nothing is tuned at run time: that would time kernels in a server, and give two runs two answers.
 """
 
 from __future__ import annotations
