@@ -1,0 +1,68 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Dynamic quantization of activations on a GPU: a row is read once, its codes and scale are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.rows_triton import offline_row, row_entry, row_formula, row_tile, store_rows
+
+
+def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As its meaning, x [T, K]; declines rows longer than 32768."""
+    return _run(x, torch.int8)
+
+
+def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As its meaning, x [T, K]; declines rows longer than 32768."""
+    return _run(x, torch.float8_e4m3fn)
+
+
+def _run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    num_rows, length = x.shape
+    entry = row_tile("codes", x, num_rows, length, row_formula)
+    codes = torch.empty(num_rows, length, dtype=dtype, device=x.device)
+    scale = torch.empty(num_rows, 1, device=x.device)
+    grid = (triton.cdiv(num_rows, entry["ROWS"]),)
+    _kernel[grid](x, codes, scale, num_rows, x.stride(0), LENGTH=length, **entry)
+    return codes, scale
+
+
+def offline_variants() -> Iterator[Variant]:
+    """Rows of a published model's hidden and intermediate widths."""
+    signature = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "stride": "i32"}
+    for length in (4096, 28672):
+        entry = row_entry(row_formula, 4096, length)
+        yield offline_row(f"codes {length}", _kernel, signature, {"LENGTH": length}, entry, ("stride",))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _kernel(
+    x,
+    out,
+    scales,
+    num_rows,
+    stride,
+    LENGTH: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    lane = tl.arange(0, LANES)
+    mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    values = tl.load(x + row[:, None] * stride + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    at = out + row[:, None] * LENGTH + lane[None, :]
+    store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, True)

@@ -1,0 +1,137 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What the row-wise kernels share: a row's largest magnitude, its 8-bit codes, and how they are launched.
+
+A row lies in the registers of one program, so whatever needs a sum or a maximum over it reads memory once.
+
+Rows that hold NaN must not come out as numbers. The hardware's maximum of floats ignores NaN; that of their
+bits does not, where NaN lies above infinity, and it takes fewer instructions across threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
+
+SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
+INT8_MAX = tl.constexpr(127.0)
+FP8_MAX = tl.constexpr(448.0)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to an integer, ties to even
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+CODES = (torch.int8, torch.float8_e4m3fn)
+MAX_LANES = 32768  # of a program's rows: 32 numbers for each of 1024 threads
+MAX_PARTS = 16  # partial sums whose loads are issued together
+
+
+@triton.jit
+def row_scale(x, TYPE: tl.constexpr):
+    """x [ROWS, LANES] float32 -> the scale of each row's codes of TYPE, as `quantize_per_token` has it."""
+    limit: tl.constexpr = INT8_MAX if TYPE == tl.int8 else FP8_MAX  # noqa: SIM300
+    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    scale = tl.div_rn(largest, limit)
+    return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN stays
+
+
+@triton.jit
+def codes(x, scale, TYPE: tl.constexpr):
+    """x [ROWS, LANES] float32 -> codes of TYPE, int8 or e4m3."""
+    x = x * (1.0 / scale)[:, None]
+    if TYPE == tl.int8:  # noqa: SIM300
+        return (x + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last bits are the integer
+    else:  # past the largest finite number the interpreter's cast makes NaN
+        return tl.clamp(x, -FP8_MAX, FP8_MAX).to(TYPE)
+
+
+@triton.jit
+def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl.constexpr):
+    """Stores x [ROWS, LANES] float32 at `at` as TYPE; CODED: as codes, and the scales of the rows."""
+    if CODED:
+        scale = row_scale(x, TYPE)
+        tl.store(at, codes(x, scale, TYPE), mask=mask)
+        tl.store(scales + row, scale, mask=row < num_rows)
+    else:
+        tl.store(at, x.to(TYPE), mask=mask)
+
+
+@triton.jit
+def load_sum(pointers, mask, part_stride, PARTS: tl.constexpr):
+    """The sum over PARTS partial sums, in their order, in float32."""
+    x = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        x += tl.load(pointers + part * part_stride, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+def row_tile(
+    op: str, x: Tensor, num_rows: int, length: int, formula: Callable[[int, int], Tile]
+) -> dict[str, Any]:
+    """ROWS, LANES and launch options for rows of `length`; `Declined` where a row does not fit a program.
+
+    `formula` makes them from (number of rows, LANES) where no table has them.
+    """
+    lanes = triton.next_power_of_2(length)
+    if lanes > MAX_LANES:
+        raise Declined(f"rows of {length} numbers; a program holds up to {MAX_LANES}")
+    entry = tile(f"{op} {lanes}", table_of(x.device), lambda m, n, k: formula(m, lanes), num_rows)
+    return {"LANES": lanes, **launch(entry)}
+
+
+def row_entry(formula: Callable[[int, int], Tile], num_rows: int, length: int) -> dict[str, Any]:
+    """What `row_tile` gives where no table has anything."""
+    lanes = triton.next_power_of_2(length)
+    return {"LANES": lanes, **launch(formula(num_rows, lanes))}
+
+
+def row_formula(num_rows: int, lanes: int) -> Tile:
+    """One row per program; few rows get many threads each, for then nobody else needs them."""
+    warps = lanes // 256 if num_rows <= 512 else lanes // 2048
+    return {"ROWS": 1, "num_warps": max(4 if lanes >= 512 else 1, min(16, warps)), "EARLY": 1}
+
+
+def launch(entry: Tile) -> dict[str, Any]:
+    """A table's entry as launch options. EARLY: the kernel may start early; inside it waits for its turn."""
+    if INTERPRETED:  # there is no other kernel
+        return {**entry, "EARLY": 0}
+    return {**entry, "launch_pdl": True} if entry["EARLY"] else dict(entry)
+
+
+def offline_row(
+    name: str,
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    entry: Tile,
+    aligned: tuple[str, ...],
+) -> Variant:
+    """The variant of a row-wise kernel that `entry` launches."""
+    tile_constants = {key: value for key, value in entry.items() if key in ("LANES", "ROWS", "EARLY")}
+    options = {key: value for key, value in entry.items() if key not in tile_constants}
+    return Variant(name, kernel, signature, {**constants, **tile_constants}, options, aligned)
+
+
+@cache
+def table_of(device: torch.device) -> str:
+    """Name of the table of tiles for a device."""
+    return gpu_key(torch.cuda.get_device_name(device)) if device.type == "cuda" else "interpreter"
+
+
+def as_parts(x: Tensor) -> tuple[Tensor, int]:
+    """x [T, N] or partial sums [S, T, N] with adjacent numbers, and S; `Declined` for too many parts."""
+    parts = x.shape[0] if x.dim() == 3 else 1
+    if parts > MAX_PARTS:
+        raise Declined(f"{parts} partial sums; the kernel adds up to {MAX_PARTS}")
+    return x if x.stride(-1) == 1 else x.contiguous(), parts
+
+
+def part_stride(x: Tensor) -> int:
+    """Elements between partial sums."""
+    return x.stride(0) if x.dim() == 3 else 0
