@@ -1,0 +1,236 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Attention of single rows over paged K and V: the kernel of decoding.
+
+One program takes one piece of one row's tokens (`paged_plan_triton`) for one KV head, with all the query
+heads that share it: K and V are read once. It is bound by memory, so everything serves to keep loads in
+flight: the page id of the next tile is loaded one tile ahead (a load that waits for a load would halve the
+depth of the pipeline), a tile within one page needs one id, and masks are data, not branches.
+
+Softmax is online, in base 2. A row of one piece is finished here. Otherwise each piece leaves its sums, and
+the program that finishes last, known by an atomic counter, adds the pieces up in their order, whichever
+order they came in, and sets the counter back to zero.
+
+What nobody owns may be NaN. K beyond the row's tokens only reaches logits that are overwritten; V there, and
+before a window, would turn 0 * NaN into NaN, so it is loaded as zero.
+
+Page ids are loaded with a mask and `other=0`. The pipeliner runs the last iterations' prefetches as copies of
+zero bytes, whose addresses come from ids that were not loaded; `other` makes those valid addresses, and the
+mask keeps the table from being read past a row. (A prototype without both died of an illegal access, with
+256 rows of 640 tokens in fp8. That happened again in its benchmark, but neither in thousands of launches nor
+under a memory checker, so the cause is not proven.)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from qinfer.kernels.kv_unpack_triton import BIAS, INT8, PLAIN, unpack_pairs
+from qinfer.kernels.paged_plan_triton import ITEM
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1.0e30)  # finite: -inf minus -inf is NaN
+
+
+@triton.jit
+def soft_cap(logits, softcap):
+    """softcap * tanh(logits / softcap) in base 2, by the exponential; right for any size of logits."""
+    return softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E / softcap)) + 1.0))
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window", "num_kv_heads"])
+def decode_kernel(
+    q,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    table,
+    header,
+    items,
+    counters,
+    out,
+    sums,
+    stats,
+    q_stride,
+    num_rows,
+    table_stride,
+    num_kv_heads,
+    qk_scale,
+    v_scale,
+    softcap,
+    window,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,  # GROUP as a power of two
+    DIM: tl.constexpr,
+    LANES: tl.constexpr,  # DIM, or DIM / 2 of paired numbers, as a power of two
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    KIND: tl.constexpr,
+    QK_TYPE: tl.constexpr,
+    PV_TYPE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    ASM: tl.constexpr,
+    BIASED: tl.constexpr,  # K comes out of its words too large by BIAS
+    MERGE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    record = items + item * ITEM
+    row = tl.load(record)
+    seq = tl.load(record + 1)
+    begin = tl.load(record + 2) * UNIT
+    end = tl.load(record + 3) * UNIT
+    length = tl.load(record + 4)
+    piece = tl.load(record + 5)
+    pieces = tl.load(record + 6)
+    # All fields decide, though two would do: so they are loaded at once, not one after the other when needed.
+    if (item >= tl.load(header)) | (row >= num_rows) | (seq < 0) | (begin < 0) | (end < 0) | (length < 0):
+        return
+
+    head = tl.arange(0, 16)
+    lane = tl.arange(0, LANES)
+    token = tl.arange(0, TILE)
+    OUT: tl.constexpr = LANES if KIND == PLAIN else 2 * LANES
+    WIDTH: tl.constexpr = DIM if KIND == PLAIN else DIM // 2
+    real_lane = lane < WIDTH
+    column = tl.arange(0, OUT)
+    q_at = q + row.to(tl.int64) * q_stride + (kv_head * GROUP + head)[:, None] * DIM
+    q_mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
+    q_rows = tl.load(q_at + column[None, :], mask=q_mask, other=0.0).to(QK_TYPE)
+    if KIND == PLAIN:
+        q_even, q_odd = q_rows, q_rows
+    else:
+        q_even, q_odd = tl.split(tl.reshape(q_rows, (16, LANES, 2)))
+
+    if BIASED:
+        excess = BIAS * (tl.sum(q_even.to(tl.float32), 1) + tl.sum(q_odd.to(tl.float32), 1))
+
+    top = tl.full((16,), LOWEST, tl.float32)
+    weights = tl.zeros((16, TILE), tl.float32)  # summed over tiles only: adding up a row crosses warps
+    even = tl.zeros((16, LANES), tl.float32)
+    odd = tl.zeros((16, LANES), tl.float32)
+    lowest = tl.maximum(length - window, 0) if WINDOW else 0
+    pages = table + seq.to(tl.int64) * table_stride
+    SCALAR: tl.constexpr = PAGE % TILE == 0 and UNIT % TILE == 0
+    stop = tl.minimum(length, end)
+    if SCALAR:
+        page = tl.load(pages + begin // PAGE, mask=begin < stop, other=0)
+    else:
+        page = tl.load(pages + (begin + token) // PAGE, mask=begin + token < stop, other=0)
+
+    for at in tl.range(begin, end, TILE):
+        here = at + token
+        if SCALAR:
+            slot = (page * num_kv_heads + kv_head) * PAGE + token
+            if PAGE != TILE:
+                slot += at % PAGE
+            next_page = tl.load(pages + (at + TILE) // PAGE, mask=at + TILE < stop, other=0)
+        else:
+            slot = (page * num_kv_heads + kv_head) * PAGE + here % PAGE
+            next_page = tl.load(pages + (here + TILE) // PAGE, mask=here + TILE < stop, other=0)
+        owned = (here < stop) & (here >= lowest) if WINDOW else here < stop
+        offset = slot[:, None] * WIDTH + lane[None, :]
+        if LANES == WIDTH:
+            k_tile = tl.load(k + offset)
+            v_tile = tl.load(v + offset, mask=owned[:, None], other=0)
+        else:
+            k_tile = tl.load(k + offset, mask=real_lane[None, :], other=0)
+            v_tile = tl.load(v + offset, mask=owned[:, None] & real_lane[None, :], other=0)
+        if KIND == PLAIN:
+            logits = tl.dot(q_even, k_tile.T, input_precision="ieee")
+        else:
+            k_even, k_odd = unpack_pairs(k_tile, KIND, QK_TYPE, ASM)
+            logits = tl.dot(q_even, k_even.T, input_precision="ieee")
+            logits = tl.dot(q_odd, k_odd.T, logits, input_precision="ieee")
+        if BIASED:
+            logits -= excess[:, None]
+        if KIND == INT8:
+            logits *= (tl.load(k_scales + slot) * qk_scale)[None, :]
+        else:
+            logits *= qk_scale
+        if CAP:
+            logits = soft_cap(logits, softcap)
+        logits = tl.where(owned[None, :], logits, LOWEST)
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        p = tl.exp2(logits - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        weights = weights * fade[:, None] + p
+        even = even * fade[:, None]
+        if KIND == PLAIN:
+            even = tl.dot(p.to(PV_TYPE), v_tile, even, input_precision="ieee")
+        else:
+            if KIND == INT8:
+                p *= tl.where(owned, tl.load(v_scales + slot), 0.0)[None, :]
+            p = p.to(PV_TYPE)
+            v_even, v_odd = unpack_pairs(v_tile, KIND, PV_TYPE, ASM)
+            odd = odd * fade[:, None]
+            even = tl.dot(p, v_even, even, input_precision="ieee")
+            odd = tl.dot(p, v_odd, odd, input_precision="ieee")
+        top = new_top
+        page = next_page
+
+    total = tl.sum(weights, 1)
+    result = even if KIND == PLAIN else tl.reshape(tl.join(even, odd), (16, OUT))
+    out_at = out + (row.to(tl.int64) * num_kv_heads + kv_head) * GROUP * DIM
+    mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
+    if pieces == 1:
+        result = result * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        tl.store(out_at + head[:, None] * DIM + column[None, :], result.to(out.dtype.element_ty), mask=mask)
+    else:
+        base = (item - piece) * num_kv_heads + kv_head  # of the row's first piece
+        part = (base + piece * num_kv_heads).to(tl.int64)
+        real = (head < ROWS)[:, None]
+        tl.store(sums + (part * ROWS + head[:, None]) * OUT + column[None, :], result, mask=real)
+        tl.store(stats + part * 2 * ROWS + head, top, mask=head < ROWS)
+        tl.store(stats + part * 2 * ROWS + ROWS + head, total, mask=head < ROWS)
+        tl.debug_barrier()
+        if tl.atomic_add(counters + base, 1, sem="acq_rel") == pieces - 1:
+            _merge(sums, stats, out_at, base, pieces, num_kv_heads, v_scale, GROUP, ROWS, DIM, OUT, MERGE)
+            tl.store(counters + base, 0)
+
+
+@triton.jit
+def _merge(
+    sums,
+    stats,
+    out_at,
+    base,
+    pieces,
+    num_kv_heads,
+    v_scale,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    OUT: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Adds up a row's pieces, MERGE at a time, in their order."""
+    some = tl.arange(0, MERGE)
+    head = tl.arange(0, ROWS)
+    column = tl.arange(0, OUT)
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, OUT), tl.float32)
+    for at in tl.range(0, pieces, MERGE, num_stages=2):
+        real = at + some < pieces
+        part = (base + (at + some) * num_kv_heads).to(tl.int64)
+        where = stats + part[:, None] * 2 * ROWS + head[None, :]
+        tops = tl.load(where, mask=real[:, None], other=LOWEST)
+        totals = tl.load(where + ROWS, mask=real[:, None], other=0.0)
+        values = tl.load(
+            sums + (part[:, None, None] * ROWS + head[None, :, None]) * OUT + column[None, None, :],
+            mask=real[:, None, None],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight = tl.exp2(tops - new_top[None, :])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(totals * weight, 0)
+        result = result * fade[:, None] + tl.sum(values * weight[:, :, None], 0)
+        top = new_top
+    result = result * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
+    tl.store(out_at + head[:, None] * DIM + column[None, :], result.to(out_at.dtype.element_ty), mask=mask)
