@@ -22,12 +22,12 @@ from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
     CODES,
     INTERPRETED,
+    MEASURED,
     as_parts,
     launch,
     load_sum,
     offline_row,
     part_stride,
-    row_entry,
     row_tile,
     store_rows,
     table_of,
@@ -69,7 +69,7 @@ def run(gate_up: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Ten
     if scale is None:
         entry = launch(tile("gated", table_of(gate_up.device), piece_formula, num_rows))
     else:
-        entry = row_tile("gated_codes", gate_up, num_rows, length, code_formula)
+        entry = row_tile("gated_codes", table_of(gate_up.device), num_rows, length, code_formula)
     _kernel[(triton.cdiv(num_rows, entry["ROWS"]), triton.cdiv(length, entry["LANES"]))](
         gate_up,
         out,
@@ -94,13 +94,15 @@ def offline_variants() -> Iterator[Variant]:
     }  # fmt: skip
     aligned = ("stride", "part_stride")
     for length in (1536, 4864, 14336, 28672):
-        for gelu in (False, True):
-            entry = row_entry(code_formula, 4096, length)
-            constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "GELU": gelu}
+        for num_rows in (1, 256, 4096):
+            entry = row_tile("gated_codes", MEASURED, num_rows, length, code_formula)
+            constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "GELU": num_rows == 1}
             yield offline_row(f"gated_codes {length}", _kernel, signature, constants, entry, aligned)
     bare = {"PARTS": 1, "LENGTH": 14336, "CODED": False, "GELU": False, "scales": None}
     plain = {name: kind for name, kind in {**signature, "out": "*bf16"}.items() if name != "scales"}
-    yield offline_row("gated", _kernel, plain, bare, launch(piece_formula(4096, 0, 0)), aligned)
+    for num_rows in (1, 4096):
+        entry = launch(tile("gated", MEASURED, piece_formula, num_rows))
+        yield offline_row("gated", _kernel, plain, bare, entry, aligned)
 
 
 @triton.jit

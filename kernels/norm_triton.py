@@ -22,14 +22,15 @@ from triton.language.extra import cuda
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
     CODES,
+    MEASURED,
     as_parts,
     load_sum,
     offline_row,
     part_stride,
-    row_entry,
     row_formula,
     row_tile,
     store_rows,
+    table_of,
 )
 
 
@@ -70,7 +71,7 @@ def run(
     """Norms x [T, H] or partial sums [S, T, H] (plus the residual [T, H]) to `dtype`, which may be 8-bit."""
     x, parts = as_parts(x)
     num_rows, length = x.shape[-2:]
-    entry = row_tile("rms_norm", x, num_rows, length, row_formula)
+    entry = row_tile("rms_norm", table_of(x.device), num_rows, length, row_formula)
     out = torch.empty(num_rows, length, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, 1, device=x.device) if dtype in CODES else None
     if residual is not None and residual.stride(-1) != 1:
@@ -109,12 +110,13 @@ def offline_variants() -> Iterator[Variant]:
     aligned = ("x_stride", "residual_stride", "part_stride")
     for length in (576, 4096, 5120, 8192, 16384):
         for num_rows in (1, 4096):
-            entry = row_entry(row_formula, num_rows, length)
+            entry = row_tile("rms_norm", MEASURED, num_rows, length, row_formula)
             constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "ADD": True}
             yield offline_row(f"rms_norm {length}", _kernel, signature, constants, entry, aligned)
     parts = {**signature, "x": "*fp32"}
     constants = {"PARTS": 8, "LENGTH": 8192, "CODED": True, "ADD": True}
-    yield offline_row("rms_norm parts", _kernel, parts, constants, row_entry(row_formula, 1, 8192), aligned)
+    entry = row_tile("rms_norm", MEASURED, 1, 8192, row_formula)
+    yield offline_row("rms_norm parts", _kernel, parts, constants, entry, aligned)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.rows_triton import offline_row, row_entry, row_formula, row_tile, store_rows
+from qinfer.kernels.rows_triton import MEASURED, offline_row, row_formula, row_tile, store_rows, table_of
 
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +29,7 @@ def _run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if x.stride(-1) != 1:
         x = x.contiguous()
     num_rows, length = x.shape
-    entry = row_tile("codes", x, num_rows, length, row_formula)
+    entry = row_tile("codes", table_of(x.device), num_rows, length, row_formula)
     codes = torch.empty(num_rows, length, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, 1, device=x.device)
     grid = (triton.cdiv(num_rows, entry["ROWS"]),)
@@ -41,7 +41,7 @@ def offline_variants() -> Iterator[Variant]:
     """Rows of a published model's hidden and intermediate widths."""
     signature = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "stride": "i32"}
     for length in (4096, 28672):
-        entry = row_entry(row_formula, 4096, length)
+        entry = row_tile("codes", MEASURED, 4096, length, row_formula)
         yield offline_row(f"codes {length}", _kernel, signature, {"LENGTH": length}, entry, ("stride",))
 
 

@@ -29,6 +29,7 @@ ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CODES = (torch.int8, torch.float8_e4m3fn)
 MAX_LANES = 32768  # of a program's rows: 32 numbers for each of 1024 threads
+MEASURED = "nvidia-h200"  # the GPU whose table `offline_variants` look into
 MAX_PARTS = 16  # partial sums whose loads are issued together
 
 
@@ -72,7 +73,7 @@ def load_sum(pointers, mask, part_stride, PARTS: tl.constexpr):
 
 
 def row_tile(
-    op: str, x: Tensor, num_rows: int, length: int, formula: Callable[[int, int], Tile]
+    op: str, gpu: str, num_rows: int, length: int, formula: Callable[[int, int], Tile]
 ) -> dict[str, Any]:
     """ROWS, LANES and launch options for rows of `length`; `Declined` where a row does not fit a program.
 
@@ -81,14 +82,8 @@ def row_tile(
     lanes = triton.next_power_of_2(length)
     if lanes > MAX_LANES:
         raise Declined(f"rows of {length} numbers; a program holds up to {MAX_LANES}")
-    entry = tile(f"{op} {lanes}", table_of(x.device), lambda m, n, k: formula(m, lanes), num_rows)
+    entry = tile(f"{op} {lanes}", gpu, lambda m, n, k: formula(m, lanes), num_rows)
     return {"LANES": lanes, **launch(entry)}
-
-
-def row_entry(formula: Callable[[int, int], Tile], num_rows: int, length: int) -> dict[str, Any]:
-    """What `row_tile` gives where no table has anything."""
-    lanes = triton.next_power_of_2(length)
-    return {"LANES": lanes, **launch(formula(num_rows, lanes))}
 
 
 def row_formula(num_rows: int, lanes: int) -> Tile:

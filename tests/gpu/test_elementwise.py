@@ -1,0 +1,161 @@
+"""Row-wise kernels on a GPU: 16-bit dtypes, widths of published models, graphs, offsets past 2^31."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from qinfer.kernels import (
+    activation_triton,
+    fused_activation_triton,
+    fused_norm_triton,
+    norm_triton,
+    quantize_per_token,
+    quantize_per_token_triton,
+    rope,
+    rope_triton,
+)
+from qinfer.testing import error_ratio
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = (576, 896, 2560, 3584, 4096, 5120, 8192, 16384)
+GATED = (1536, 4864, 8960, 11008, 14336, 18944, 28672)
+ROWS = (1, 2, 17, 129, 4097)
+BOUND = {torch.bfloat16: 2.0**-8.5, torch.float16: 2.0**-11}  # one rounding
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> None:
+    """What the ops allocate next holds NaN (and codes of -1) where nothing is written."""
+    torch.manual_seed(0)
+    torch.full((1 << 27,), math.nan, device="cuda")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def normed(x: Tensor, weight: Tensor, offset: float) -> Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (offset + weight.double())
+
+
+def check_codes(codes: Tensor, scale: Tensor, expected: Tensor) -> None:
+    """The nearest codes to expected [T, N] float64: half a step of int8, half of the last bit of e4m3."""
+    largest = 127.0 if codes.dtype == torch.int8 else 448.0
+    assert error_ratio(scale, expected.abs().amax(-1, keepdim=True) / largest) < 1e-6
+    off = (codes.double() * scale.double() - expected).abs()
+    if codes.dtype == torch.int8:
+        assert bool((off <= 0.501 * scale.double()).all())
+    else:
+        assert bool((off <= 1.001 * torch.maximum(expected.abs() / 16, scale.double() / 1024)).all())
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    weight = randn(width, dtype=dtype)
+    for rows in ROWS:
+        x, residual = randn(rows, width, dtype=dtype), randn(rows, width, dtype=dtype)
+        assert error_ratio(norm_triton.rms_norm(x, weight, EPS), normed(x, weight, 0.0)) < BOUND[dtype]
+        out, total = norm_triton.add_rms_norm(x, residual, weight, EPS, 1.0, 0.22)
+        assert error_ratio(total, residual.double() + 0.22 * x.double()) < BOUND[dtype]
+        assert error_ratio(out, normed(total, weight, 1.0)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norm_to_codes(width: int) -> None:
+    weight = randn(width)
+    for rows in ROWS:
+        x, residual = randn(rows, width), randn(rows, width)
+        for op in (fused_norm_triton.add_rms_norm_int8, fused_norm_triton.add_rms_norm_fp8):
+            codes, scale, total = op(x, residual, weight, EPS, 1.0)
+            assert torch.equal(total, x + residual)
+            check_codes(codes, scale, normed(total, weight, 1.0))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 16])
+def test_partial_sums(parts: int) -> None:
+    for rows in (1, 33):
+        x, residual, weight = torch.randn(parts, rows, 4096, device="cuda"), randn(rows, 4096), randn(4096)
+        codes, scale, total = fused_norm_triton.add_rms_norm_int8(x, residual, weight, EPS, 0.0, 0.5)
+        assert error_ratio(total, residual.double() + 0.5 * x.double().sum(0)) < BOUND[torch.bfloat16]
+        check_codes(codes, scale, normed(total, weight, 0.0))
+        out, again = fused_norm_triton.add_rms_norm_parts(x, residual, weight, EPS, 0.0, 0.5)
+        assert torch.equal(again, total)
+        assert error_ratio(out, normed(total, weight, 0.0)) < BOUND[torch.bfloat16]
+
+
+@pytest.mark.parametrize("width", GATED)
+@pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
+def test_gated_activations(name: str, width: int) -> None:
+    for rows in (1, 17, 1025):
+        gate_up = 3 * randn(rows, 2 * width)
+        gate, up = gate_up.double().chunk(2, -1)
+        if name == "gelu_mul":
+            expected = (
+                0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+            )
+        else:
+            expected = gate * torch.sigmoid(gate) * up
+        out = getattr(activation_triton, name)(gate_up)
+        assert error_ratio(out, expected) < BOUND[torch.bfloat16]
+        for kind in ("int8", "fp8"):
+            check_codes(*getattr(fused_activation_triton, f"{name}_{kind}")(gate_up), expected)
+
+
+@pytest.mark.parametrize("name", ["int8_per_token", "fp8_per_token"])
+def test_codes_are_those_of_the_meaning(name: str) -> None:
+    """A quotient of another last bit moves a code only where it is a rounding tie."""
+    x = randn(129, 4096, dtype=torch.float32)
+    codes, scale = getattr(quantize_per_token_triton, name)(x)
+    expected, expected_scale = getattr(quantize_per_token, name)(x)
+    torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
+    assert float((codes.float() != expected.float()).double().mean()) < 1e-3
+
+
+def test_rope() -> None:
+    heads = randn(65, 40, 192)[:, 3:35, :128]
+    cos, sin = randn(65, 128), randn(65, 128)
+    expected = rope.rope(heads.double(), cos.double(), sin.double())
+    assert error_ratio(rope_triton.rope(heads, cos, sin), expected) < BOUND[torch.bfloat16]
+
+
+def test_a_captured_chain_follows_its_inputs() -> None:
+    """Kernels that start before their predecessor has ended read only what it has written."""
+    x, residual, weight = randn(16, 4096), randn(16, 4096), randn(4096)
+
+    def chain() -> tuple[Tensor, Tensor]:
+        hidden, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
+        for _ in range(20):
+            hidden, total = norm_triton.add_rms_norm(hidden, total, weight, EPS)
+        codes, scale, _ = fused_norm_triton.add_rms_norm_int8(hidden, total, weight, EPS)
+        return codes, scale
+
+    chain()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain()
+    for _ in range(3):
+        x.normal_()
+        residual.normal_()
+        graph.replay()
+        for ours, theirs in zip(captured, chain(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    rows, width = 80_000, 14336
+    gate_up = torch.zeros(rows, 2 * width, device="cuda", dtype=torch.bfloat16)
+    gate_up[-1] = randn(2 * width)
+    codes, scale = fused_activation_triton.silu_mul_int8(gate_up)
+    last, last_scale = fused_activation_triton.silu_mul_int8(gate_up[-1:])
+    assert torch.equal(codes[-1:], last)
+    assert torch.equal(scale[-1:], last_scale)
+    assert torch.equal(activation_triton.silu_mul(gate_up)[-1:], activation_triton.silu_mul(gate_up[-1:]))
+    total = fused_norm_triton.rms_norm_int8(gate_up, randn(2 * width), EPS)
+    assert total[0][:-1].count_nonzero() == 0
+    assert total[0][-1].count_nonzero() > width
