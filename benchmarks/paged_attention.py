@@ -41,7 +41,12 @@ KINDS = ("bfloat16", "fp8", "int8")
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Median time of a call inside a replayed graph."""
+    """Median time of a call inside a replayed graph.
+
+    Waits first: the graph is made and run on a stream of its own, which does not wait for the stream that is
+    still filling page tables and plans, and a kernel that reads them too early reads anywhere.
+    """
+    torch.cuda.synchronize()
     return float(do_bench_cudagraph(call, rep=20, return_mode="median")) * 1e3
 
 

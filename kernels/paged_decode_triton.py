@@ -13,11 +13,12 @@ order they came in, and sets the counter back to zero.
 What nobody owns may be NaN. K beyond the row's tokens only reaches logits that are overwritten; V there, and
 before a window, would turn 0 * NaN into NaN, so it is loaded as zero.
 
-Page ids are loaded with a mask and `other=0`. The pipeliner runs the last iterations' prefetches as copies of
-zero bytes, whose addresses come from ids that were not loaded; `other` makes those valid addresses, and the
-mask keeps the table from being read past a row. (A prototype without both died of an illegal access, with
-256 rows of 640 tokens in fp8. That happened again in its benchmark, but neither in thousands of launches nor
-under a memory checker, so the cause is not proven.)
+Page ids are loaded with a mask and `other=0`: the pipeliner runs the last iterations' prefetches as copies of
+zero bytes, whose addresses come from ids that were not loaded, and the table is not read past a row. (A
+prototype of this kernel died of an illegal access while it was benchmarked, with 256 rows of 640 tokens in
+fp8. It is clean under a memory checker, each tensor an allocation of its own, and in thousands of launches on
+one stream. Triton's do_bench_cudagraph runs on a stream of its own that does not wait for the one that makes
+the inputs, so most likely it read a table that was not written yet.)
 """
 
 from __future__ import annotations
