@@ -1,0 +1,38 @@
+"""Timing on a GPU: calls in one replayed graph, and the bandwidth of a copy to hold them against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.testing import do_bench
+
+L2_TWICE = 256 << 20  # bytes of inputs to rotate over, so that none is still in the L2
+
+
+def microseconds(calls: list[Callable[[], Any]], replays: int = 15) -> float:
+    """Median time of one of `calls`, all of them in one graph."""
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    del kept
+    return sorted(times[1:])[len(times) // 2] * 1e3 / len(calls)
+
+
+def copy_bandwidth() -> float:
+    """TB/s of a large copy, counted once read and once written."""
+    source = torch.randn(1 << 29, device="cuda")
+    target = torch.empty_like(source)
+    milliseconds = float(do_bench(lambda: target.copy_(source), return_mode="median"))
+    return 2 * source.nbytes / milliseconds / 1e9
