@@ -1,0 +1,146 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The kernel of products with 4-bit weights.
+
+The weight is the first operand of the tensor core and the tokens, transposed, the second: 64 rows of weight
+fill it however few tokens there are. Codes come in fragment order (see w4a16.py), so the loop copies them to
+shared memory, reads 16 bytes a thread and turns them into floats in place (see w4a16_unpack_triton.py): no
+value crosses threads. The idea is Marlin's (Frantar et al., 2024).
+
+MODE says where a group's scale goes:
+    0   into the weight, rounded to 16 bits; one running sum
+    1   onto the group's sum, in float32: the weight stays exact, and few tokens need fewer instructions
+
+A program has one tile of output, or a piece of its inputs: then whichever piece comes last adds all of them
+in their order, so the bits are always the same.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from qinfer.kernels.w4a16_unpack_triton import (
+    TILE_WORDS,
+    group_scale,
+    load_scale_zero,
+    pairs_first,
+    weight_tile,
+)
+
+
+@triton.jit
+def _load(x, xp, wp, scale_zero, rows, first, g, M, K, tiles, scale_stride, BM: tl.constexpr,
+          GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
+    """Tile g: tokens [BM, 128], zero beyond M and K; words [BN, 16], scales; beyond the last tile its own."""
+    if TMA:
+        a = x.load([first, g * 128])
+    else:
+        inside = (first + tl.arange(0, BM) < M)[:, None]
+        if not EVEN:
+            inside = inside & (g * 128 + tl.arange(0, 128) < K)[None, :]
+        a = tl.load(xp + g * 128, mask=inside, other=0.0)
+    if not EVEN:
+        g = tl.minimum(g, tiles - 1)
+    return a, tl.load(wp + g * TILE_WORDS), load_scale_zero(scale_zero, rows, g, scale_stride, GROUP)
+
+
+@triton.jit
+def _add(total, a, w, both, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr, SCALE: tl.constexpr,
+         COMPUTE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """total [BN, BM] plus a tile's product."""
+    tokens = tl.trans(a)
+    if PAIRS_FIRST:
+        tokens = pairs_first(tokens)
+    if MODE == 1:
+        weight = weight_tile(w, both, False, PAIRS_FIRST, False, SCALE, COMPUTE, ASM)
+        total += tl.dot(weight, tokens) * group_scale(both, SCALE)[:, None]
+    else:
+        weight = weight_tile(w, both, True, PAIRS_FIRST, not PAIRS_FIRST, SCALE, COMPUTE, ASM)
+        total = tl.dot(weight, tokens, total)
+    return total
+
+
+@triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "split", "cut"])
+def product(x, words, scale_zero, out, partials, arrived, M, N, K, x_stride, scale_stride, tiles, blocks,
+            whole, split, cut, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
+            PAIRS_FIRST: tl.constexpr, UNROLL: tl.constexpr, BATCH: tl.constexpr, GROUP: tl.constexpr,
+            EVEN: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+            SCALE: tl.constexpr, COMPUTE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """One program: an output tile, BN rows of weight by BM tokens; after `whole` such programs, pieces.
+
+    Of `split` pieces of equal length; or, where cut > 0, of two, the first of `cut` steps.
+    """
+    pid = tl.program_id(0)
+    steps = tl.cdiv(tiles, UNROLL)
+    rest = tl.cdiv(N, BN) * blocks - whole
+    piece = tl.where(pid < whole, 0, (pid - whole) // tl.maximum(rest, 1))
+    tile = pid - piece * rest
+    lo = tl.where(cut > 0, piece * cut, piece * steps // split)
+    hi = tl.where(cut > 0, cut + piece * (steps - cut), (piece + 1) * steps // split)
+    if pid < whole:
+        hi = steps
+    row, first = tile // blocks * BN, tile % blocks * BM
+    i, m = tl.arange(0, BN), tl.arange(0, BM)
+    rows = row + i
+    at = words + (row // 64).to(tl.int64) * tiles * TILE_WORDS + row % 64 * 16
+    if PDL:
+        _fetch_ahead(at, lo * UNROLL, tiles, BN)
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    wp = at + (i // 64 * (tiles * TILE_WORDS) + i % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+    xp = x
+    if not TMA:
+        xp = x + (first + m).to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :]
+    total = tl.zeros((BN, BM), tl.float32)
+    for step in tl.range(lo, hi, num_stages=STAGES):
+        a, w, both = _load(x, xp, wp, scale_zero, rows, first, step * UNROLL, M, K, tiles, scale_stride,
+                           BM, GROUP, EVEN, TMA)  # fmt: skip
+        if UNROLL == 2:
+            a2, w2, both2 = _load(x, xp, wp, scale_zero, rows, first, step * 2 + 1, M, K, tiles, scale_stride,
+                                  BM, GROUP, EVEN, TMA)  # fmt: skip
+        total = _add(total, a, w, both, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
+        if UNROLL == 2:
+            total = _add(total, a2, w2, both2, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
+    if (pid < whole) | (split == 1):
+        _store(out, total, row, first, M, N)
+    else:
+        inner = i[:, None] * BM + m[None, :]
+        pieces = partials + (tile - whole).to(tl.int64) * split * (BM * BN)
+        tl.store(pieces + piece * (BM * BN) + inner, total)
+        tl.debug_barrier()  # every thread's part is written before the one that counts says so
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1:
+            total = tl.zeros((BN, BM), tl.float32)
+            for start in range(0, split, BATCH):
+                for j in tl.static_range(BATCH):
+                    there = inner < (split - start - j) * (BM * BN)  # all or none
+                    total += tl.load(pieces + (start + j) * (BM * BN) + inner, mask=there, other=0.0)
+            _store(out, total, row, first, M, N)
+            tl.store(arrived + tile, 0)
+
+
+@triton.jit
+def _store(out, total, row, first, M, N):
+    """total [BN, BM] to out[first :, row :], [M, N]."""
+    rows = row + tl.arange(0, total.shape[0])
+    tokens = first + tl.arange(0, total.shape[1])
+    where = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
+    tl.store(where, total.to(out.dtype.element_ty), mask=(tokens < M)[None, :] & (rows < N)[:, None])
+
+
+@triton.jit
+def _fetch_ahead(at, g, tiles, BN: tl.constexpr):
+    """Asks the L2 cache for four tiles of words while the kernel that makes the tokens still runs."""
+    line = tl.arange(0, 2 * BN)  # of 128 bytes; BN / 2 a tile
+    tile, line = line // (BN // 2), line % (BN // 2)
+    lines = (
+        at + line // 32 * (tiles * TILE_WORDS) + line % 32 * 32 + tl.minimum(g + tile, tiles - 1) * TILE_WORDS
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines.to(tl.int64)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )

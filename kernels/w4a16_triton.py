@@ -1,0 +1,168 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""Product with 4-bit weights on a GPU: the twin of `w4a16_fragments`.
+
+A table says, by tokens and the weight's shape, which tile the kernel takes (w4a16_plan.py), or that the
+weight is unpacked and torch.mm multiplies, which is faster for many tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
+from qinfer.kernels.w4a16 import INPUTS, ROWS
+from qinfer.kernels.w4a16_plan import MAX_TILES, formula, plan
+from qinfer.kernels.w4a16_product_triton import product
+from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU; bfloat16 is computed in float32 there
+TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def w4a16_fragments(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
+    """The twin of the meaning of that name; for one stream of a device at a time."""
+    (m, k), n = x.shape, scale_zero.shape[1]
+    group = _group(k, words, scale_zero)
+    if x.dtype not in TRITON_DTYPE or k % 8:
+        raise Declined(f"x must be bfloat16 or float16 with K a multiple of 8, not {x.dtype} with K = {k}")
+    if not (m and n):
+        return x.new_empty(m, n)
+    config = tile("w4a16", _gpu(), partial(formula, cores=_cores()), m, n, k)
+    if "DEQUANTIZE" in config:
+        return torch.mm(x, dequantize(words, scale_zero, k, x.dtype).T)
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.contiguous().clone()  # rows that 16-byte copies can start at
+    out = torch.empty(m, n, dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
+    launch(config, group, x, words, scale_zero, out)
+    return out.to(x.dtype)
+
+
+def dequantize(words: Tensor, scale_zero: Tensor, inputs: int, dtype: torch.dtype) -> Tensor:
+    """The weight [N, K] rounded to `dtype`, the scales', of what `pack_fragments` made; K = inputs."""
+    n, tiles = scale_zero.shape[1], words.shape[1]
+    group = _group(inputs, words, scale_zero)
+    out = torch.empty(n, inputs, dtype=torch.float32 if INTERPRET else dtype, device=words.device)
+    scale = TRITON_DTYPE[dtype]
+    dequantize_kernel[(triton.cdiv(n, ROWS) * tiles,)](
+        words, scale_zero, out, n, inputs, tiles, scale_zero.stride(0), GROUP=group, SCALE=scale,
+        COMPUTE=tl.float32 if INTERPRET else scale, ASM=not INTERPRET, ROWS=ROWS,
+    )  # fmt: skip
+    return out.to(dtype)
+
+
+def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tensor, out: Tensor) -> None:
+    """Writes the product into out [T, N], by the tile that a row of the table names."""
+    (m, k), n, dtype = x.shape, out.shape[1], x.dtype
+    x = x.float() if INTERPRET and dtype is torch.bfloat16 else x
+    how = plan(config, m, n, k)
+    arrived = _arrived(x.device.index or 0)
+    size = (how.programs - how.whole) * how.rows * config["BM"] if how.split > 1 else 0
+    partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
+    product[(how.programs,)](
+        tokens, words, scale_zero, out, partials, arrived, m, n, k, x.stride(0), scale_zero.stride(0),
+        words.shape[1], how.blocks, how.whole, how.split, how.cut,
+        **constants(config, how.rows, group, k, dtype),
+        **options(config),
+    )  # fmt: skip
+
+
+def options(config: Tile) -> dict[str, Any]:
+    """The compiler's and launcher's options of a row of the table."""
+    return {
+        "num_warps": config["WARPS"],
+        "num_stages": config["STAGES"],
+        "launch_pdl": bool(config["PDL"]),
+        "maxnreg": config["REGISTERS"] or None,
+    }
+
+
+def constants(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The constants of `product`. Groups of less than a tile have their scales in the weight (MODE 0)."""
+    scale = TRITON_DTYPE[dtype]
+    return {
+        "BM": config["BM"],
+        "BN": rows,
+        "MODE": config["MODE"] if group >= INPUTS else 0,
+        "PAIRS_FIRST": config["BM"] == 8,
+        "UNROLL": config["UNROLL"],
+        "BATCH": max(1, min(4, 8192 // (config["BM"] * rows) * config["WARPS"] // 4)),
+        "GROUP": group,
+        "EVEN": k % (INPUTS * config["UNROLL"]) == 0,
+        "TMA": config["TMA"],
+        "PDL": config["PDL"] and not INTERPRET,
+        "STAGES": config["STAGES"],
+        "SCALE": scale,
+        "COMPUTE": tl.float32 if INTERPRET and dtype is torch.bfloat16 else scale,
+        "ASM": not INTERPRET,
+    }
+
+
+def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
+    """The group size; Declined for one that tiles do not fit, and for a `scale_zero` without its padding."""
+    group = k // scale_zero.shape[0]
+    if group % INPUTS and group not in (32, 64) and scale_zero.shape[0] > 1:
+        raise Declined(f"groups of {group}; tiles of {INPUTS} inputs need 32, 64 or a multiple of {INPUTS}")
+    rows, held = words.shape[0] * ROWS, scale_zero.untyped_storage().nbytes() // 4
+    lines = scale_zero.shape[0] == 1 or scale_zero.stride(0) == rows  # one line's stride says nothing
+    if not lines or held - scale_zero.storage_offset() < rows or scale_zero.data_ptr() % 16:
+        raise Declined("scale_zero was copied and has lost its padding; pack_fragments makes it")
+    return group if scale_zero.shape[0] > 1 else triton.cdiv(k, INPUTS) * INPUTS
+
+
+@cache
+def _arrived(device: int) -> Tensor:
+    """Counters of pieces, zero between products: one for each tile of output."""
+    return torch.zeros(
+        MAX_TILES, dtype=torch.int32, device="cpu" if INTERPRET else torch.device("cuda", device)
+    )
+
+
+@cache
+def _gpu() -> str:
+    return "interpreter" if INTERPRET else gpu_key(torch.cuda.get_device_name())
+
+
+@cache
+def _cores() -> int:
+    return 4 if INTERPRET else torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+def offline_variants() -> Iterator[Variant]:
+    """The tables' tiles for Llama-8B's weights and the formula's, in both dtypes; other groups at a few."""
+    seen = set()
+    choose = partial(formula, cores=132)
+    for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (4864, 896)):
+        for m in (1, 16, 32, 64, 128, 256, 512, 1024):
+            config = tile("w4a16", "nvidia-h200", choose, m, n, k)
+            for group, dtype in ((128, torch.bfloat16), (128, torch.float16), (64, torch.bfloat16)):
+                if "DEQUANTIZE" not in config:
+                    variant = _variant(config, plan(config, m, n, k).rows, group, k, dtype)
+                    if variant.name not in seen:
+                        seen.add(variant.name)
+                        yield variant
+
+
+def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -> Variant:
+    fixed = constants(config, rows, group, k, dtype)
+    element = "*bf16" if dtype is torch.bfloat16 else "*fp16"
+    types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "partials": "*fp32"}
+    types["arrived"] = "*i32"
+    if config["TMA"]:
+        types["x"] = f"tensordesc<{element[1:]}[{config['BM']},{INPUTS}]>"
+    signature = {name: types.get(name, "i32") for name in product.arg_names if name not in fixed}
+    values = " ".join(f"{key}={value}" for key, value in {**fixed, **options(config)}.items())
+    aligned = ("N", "K", "x_stride", "scale_stride")
+    return Variant(
+        f"w4a16 {values}", product, signature, fixed, options(config), aligned, wants_tensor_cores=True
+    )
