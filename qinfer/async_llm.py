@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from qinfer.engine.admission import check_prompt, check_text
 from qinfer.errors import EngineDeadError, UserError
 from qinfer.outputs import CompletionOutput, RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -220,12 +221,13 @@ class AsyncLLM:
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
         elif not isinstance(prompt, str):
             text, ids = None, prompt
-        if ids is not None:
-            return text, list(ids)
+        if ids is not None:  # here, before a batch mate's stream begins, since a status cannot be taken back
+            return text, check_prompt(ids, self._engine.vocab_size)
         if not isinstance(text, str):
             raise UserError(
                 'a prompt is text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}', "prompt"
             )
+        check_text(text, self._engine.limits.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 
     def _hand_over(self, request: _Request) -> None:
@@ -293,8 +295,8 @@ class AsyncLLM:
         except (UserError, NotImplementedError) as error:
             return self._deliver([(request.mailbox, error)])
         except Exception as error:  # a bug in `add` may have left half a request behind
-            self._deliver([(request.mailbox, EngineDeadError("the engine has died"))])
-            return self._die(error)
+            self._die(error)
+            return self._deliver([(request.mailbox, EngineDeadError("the engine has died"))])
         self._live[request.request_id] = request
         for observer in self._observers:
             observer.added(request.request_id, request.params, request.arrival)

@@ -23,6 +23,7 @@ from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
+from qinfer.engine.admission import check_text
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.memory import require_weights_fit
@@ -247,6 +248,13 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
+        if not isinstance(sampling_params, Sequence) or not all(
+            isinstance(params, SamplingParams) for params in sampling_params
+        ):
+            raise UserError(
+                f"sampling_params must be a SamplingParams or a list of them, not {sampling_params!r:.100}",
+                "sampling_params",
+            )
         if len(sampling_params) != count:
             raise UserError(
                 f"{count} prompts but {len(sampling_params)} sampling_params: give one for all or one each",
@@ -261,6 +269,7 @@ class LLM:
             if prompt.get("prompt_token_ids") is not None:
                 return text, prompt["prompt_token_ids"]
         if isinstance(text, str):
+            check_text(text, self.engine.limits.max_model_len)
             return text, self.get_tokenizer().encode(text)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return None, prompt
@@ -317,6 +326,12 @@ def _label(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: str) -> s
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise UserError(
+            f"prompts is a {type(prompts).__name__}; it must be text, token ids, a prompt dict or a list "
+            "of them",
+            "prompts",
+        )
     if prompts and all(isinstance(entry, int) for entry in prompts):
         return [prompts]  # type: ignore[list-item]  # one prompt of ids
     return list(prompts)  # type: ignore[arg-type]

@@ -167,6 +167,10 @@ class SamplingParams:
             raise UserError(
                 "allowed_token_ids is empty: no token could be chosen; use None", "allowed_token_ids"
             )
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise UserError(
+                f"logit_bias is {self.logit_bias!r}; it must be a dict of token id: bias", "logit_bias"
+            )
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, MAX_COUNT)
             _real("logit_bias", bias, -math.inf, math.inf)

@@ -150,11 +150,25 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
     """
     if raw is None:
         return Quantization()
+    if not isinstance(raw, Mapping):
+        raise CheckpointError(f"config.json: quantization_config is {raw!r}; it must be an object")
     _refuse_unsupported(raw)
     groups = tuple(
         _group(name, group, str(raw.get("format"))) for name, group in raw["config_groups"].items()
     )
-    return Quantization(groups, tuple(raw.get("ignore") or ()), raw.get("kv_cache_scheme"))
+    ignore = tuple(raw.get("ignore") or ())
+    for entry in (*ignore, *(target for group in groups for target in group.targets)):
+        _check_pattern(entry)
+    return Quantization(groups, ignore, raw.get("kv_cache_scheme"))
+
+
+def _check_pattern(entry: object) -> None:
+    if not isinstance(entry, str):
+        raise CheckpointError(f"quantization_config names a module by {entry!r}; it must be text")
+    try:
+        re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: {entry!r} is no regular expression: {error}") from None
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,24 @@ from qinfer.checkpoint.files import companions, write_json
 from qinfer.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter
 from qinfer.errors import UserError
 
+# what a folder may hold that is replaced: a checkpoint's files, and the reports that qinfer puts beside them
+_CHECKPOINT_FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "*.model",
+    "*.txt",
+    "*.md",
+    "*.tiktoken",
+    "additional_chat_templates",
+)
+
 
 class CheckpointWriter:
     """Fills `OUT.partial` tensor by tensor; `finish` makes it `OUT`, `abort` removes it.
 
-    Raises UserError at once when `out` exists and is not an empty folder (unless `overwrite`), or is the
-    source itself.
+    Raises UserError at once when `out` exists and is not an empty folder, and when `overwrite` would delete
+    anything but the files of a checkpoint: the source, a folder around it, or what somebody else keeps there.
     """
 
     def __init__(
@@ -36,13 +49,20 @@ class CheckpointWriter:
         overwrite: bool = False,
     ) -> None:
         self._source = source
-        self._out = Path(out)
-        if self._out.resolve() == source.path.resolve():
-            raise UserError(f"{out} is the source itself: choose another folder", "out")
+        self._out = Path(out).resolve()
+        home = source.path.resolve()
+        if self._out == home or self._out in home.parents:
+            raise UserError(f"{out} is the source itself or holds it: choose another folder", "out")
         if self._out.exists() and not self._out.is_dir():
             raise UserError(f"{out} is a file: choose a folder that does not exist yet", "out")
         if not overwrite and self._out.is_dir() and any(self._out.iterdir()):
             raise UserError(f"{out} is not empty: choose another folder or allow overwriting it", "out")
+        if self._out.is_dir() and (strangers := _strangers(self._out)):
+            raise UserError(
+                f"{out} holds more than a checkpoint ({', '.join(strangers[:3])}), which overwriting would "
+                "delete: choose another folder",
+                "out",
+            )
         self._partial = self._out.with_name(self._out.name + ".partial")
         shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
         self._partial.mkdir(parents=True)
@@ -87,6 +107,14 @@ class CheckpointWriter:
             shutil.rmtree(old)
         else:
             self._partial.rename(self._out)
+
+
+def _strangers(folder: Path) -> list[str]:
+    """Names in a folder that no checkpoint has; all of them where it holds no config.json."""
+    names = sorted(path.name for path in folder.iterdir())
+    if "config.json" not in names:
+        return names
+    return [name for name in names if not any(fnmatch(name, pattern) for pattern in _CHECKPOINT_FILES)]
 
 
 def _config(source: Mapping[str, Any], quantization_config: dict[str, Any] | None) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 from qinfer.tokenizer import Tokenizer
 
+MAX_TOKEN_CHARS = 256  # no published vocabulary has a longer token; runs of spaces are the longest
+
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """The prompt as plain ints; UserError where it is empty or names tokens that do not exist."""
@@ -26,6 +28,16 @@ def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
         raise UserError("the prompt is empty: at least one token is needed", "prompt")
     _check_ids(ids, vocab_size, "prompt")
     return ids
+
+
+def check_text(text: str, max_model_len: int) -> None:
+    """UserError for a text that no tokenizer could bring under the context: not worth minutes of trying."""
+    if len(text) > max_model_len * MAX_TOKEN_CHARS:
+        raise UserError(
+            f"the maximum context length is {max_model_len} tokens and the prompt has {len(text)} "
+            "characters: shorten it",
+            "prompt",
+        )
 
 
 def check_fits(num_prompt: int, limits: StepLimits, capacity: int) -> None:

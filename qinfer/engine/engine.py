@@ -84,7 +84,7 @@ class Engine:
         self.scheduler = Scheduler(self.limits, self.pages)
         self._tokenizer = tokenizer
         self._spell: Spell | None = tokenizer.token_str if tokenizer else None
-        self._vocab_size = config.vocab_size
+        self.vocab_size = config.vocab_size
         self._max_logprobs = options.max_logprobs
         self._seeds = random.Random(options.seed)
         self._seq_ids = count()
@@ -116,12 +116,12 @@ class Engine:
             raise UserError(
                 f"request id {request_id!r} is in use: wait for it or choose another", "request_id"
             )
-        prompt_ids = admission.check_prompt(prompt_token_ids, self._vocab_size)
+        prompt_ids = admission.check_prompt(prompt_token_ids, self.vocab_size)
         admission.check_fits(len(prompt_ids), self.limits, self.pages.num_pages * self.limits.block_size)
         has_tokenizer = self._tokenizer is not None
-        admission.check_params(params, self._vocab_size, self._max_logprobs, has_tokenizer=has_tokenizer)
+        admission.check_params(params, self.vocab_size, self._max_logprobs, has_tokenizer=has_tokenizer)
         request = admission.make_request(
-            request_id, prompt_ids, params, self.limits, self._tokenizer, self._vocab_size
+            request_id, prompt_ids, params, self.limits, self._tokenizer, self.vocab_size
         )
         request.prompt, request.salt = prompt, cache_salt or ""
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
@@ -175,7 +175,7 @@ class Engine:
         They go through the same pages and ops as a request's prompt, in chunks of max_num_batched_tokens,
         without the prefix cache. Raises UserError where the text does not fit, or requests are running.
         """
-        ids = admission.check_prompt(token_ids, self._vocab_size)
+        ids = admission.check_prompt(token_ids, self.vocab_size)
         capacity = min(self.pages.num_pages * self.limits.block_size, self.limits.max_model_len)
         if len(ids) > capacity:
             raise UserError(f"{len(ids)} tokens are more than the {capacity} that fit", "token_ids")

@@ -21,13 +21,14 @@ from qinfer.evals.certificate import GateStatus
 from qinfer.server import chat, completions, errors
 from qinfer.server.exposition import Compat, make_registry
 from qinfer.server.metrics import ServerMetrics
-from qinfer.server.middleware import RequestFrame, RequireKey
+from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
 from qinfer.server.protocol import ChatRequest, CompletionRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
 from qinfer.server.wire import ModelCard, ModelList
 
 GATE_HEADER = "x-qinfer-gate"
+MAX_BODY_BYTES = 32 << 20
 
 
 def build_app(
@@ -54,6 +55,7 @@ def build_app(
     if api_keys:
         app.add_middleware(RequireKey, keys=tuple(api_keys))
     headers = [(GATE_HEADER, state.gate.state)]
+    app.add_middleware(BoundBody, max_bytes=MAX_BODY_BYTES)
     app.add_middleware(RequestFrame, headers=headers, count=metrics.count_http)  # the outermost
     return app
 

@@ -65,6 +65,20 @@ class RequestFrame:
             self.count(getattr(scope.get("route"), "path", "none"), scope["method"], status)
 
 
+class BoundBody:
+    """Answers 413 to a body that says it is longer than `max_bytes`, before a byte of it is read."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self.app, self.max_bytes = app, max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        length = Headers(scope=scope).get("content-length", "0") if scope["type"] == "http" else "0"
+        if length.isdigit() and int(length) > self.max_bytes:
+            failure = Failure(413, f"the body has {length} bytes; at most {self.max_bytes} are read")
+            return await failure.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
 class RequireKey:
     """Answers 401 where the bearer token is none of `keys`; OPEN_PATHS and OPTIONS need none.
 

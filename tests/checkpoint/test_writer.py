@@ -163,6 +163,7 @@ def test_existing_output_is_refused_before_any_work_or_replaced_whole(
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
+    (out / "config.json").write_text("{}")
     with pytest.raises(UserError, match="is not empty"):
         CheckpointWriter(source, out)
     with pytest.raises(UserError, match="is the source itself"):
@@ -189,3 +190,20 @@ def test_views_of_one_storage_are_written_apart(source: Checkpoint, tmp_path: Pa
     writer.finish(None)
     out = open_checkpoint(tmp_path / "out")
     assert torch.equal(out.tensor("model.layers.0.mlp.up_proj.weight"), both[128:])
+
+
+def test_overwriting_deletes_nothing_but_a_checkpoint(tmp_path):
+    outer = tmp_path / "outer"
+    source = open_checkpoint(tiny_model("llama", outer / "source"))
+    with pytest.raises(UserError, match="is the source itself or holds it"):
+        CheckpointWriter(source, outer, overwrite=True)
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "mine.csv").write_text("keep")
+    for also in ((), ("config.json",)):
+        for name in also:
+            (kept / name).write_text("{}")
+        with pytest.raises(UserError, match=r"holds more than a checkpoint \(.*mine.csv"):
+            CheckpointWriter(source, kept, overwrite=True)
+    assert (kept / "mine.csv").read_text() == "keep"
+    assert source.names()

@@ -67,6 +67,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, script: Script = hashed_script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.limits = StepLimits(CONTEXT, 64, 1024, 16)
+        self.vocab_size = tokenizer.vocab_size
         self.jobs: dict[str, _Job] = {}
         self.seen: list[SamplingParams] = []
         self.extras: list[tuple[int, str | None]] = []

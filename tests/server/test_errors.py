@@ -142,6 +142,7 @@ def test_a_bug_is_a_500_that_says_nothing(served, monkeypatch, caplog):
 
 def test_no_prompt_text_in_the_log(served, caplog):
     caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", logger="qinfer")  # the command line, run by another test, may have raised it
     served.post(COMPLETIONS, {"prompt": "Xylophone", "max_tokens": 2, "odd_field": "Xylophone"})
     served.post(COMPLETIONS, {"prompt": "Xylophone", "top_p": 7})
     assert "odd_field" in caplog.text
@@ -161,3 +162,11 @@ def test_paths_leave_out_what_pydantic_adds():
     failure = invalid(faults, {"stop": ["a", 5], "messages": [{}]})
     assert failure.param == "stop.1"
     assert failure.message == "stop.1: bad; messages.0.role: Field required"
+
+
+def test_a_huge_body_or_prompt_is_refused_before_it_is_read(served):
+    huge = served.post(COMPLETIONS, {"prompt": "x" * (33 << 20)})
+    assert huge.status_code == 413
+    long = served.post(COMPLETIONS, {"prompt": "x" * (1 << 20)})
+    assert long.status_code == 400
+    assert "maximum context length" in long.json()["error"]["message"]
