@@ -1,6 +1,6 @@
 """Integer product of int8 weights per channel and int8 activations per token: the meaning.
 
-    y[t, n] = sx[t] * sw[n] * sum_k qx[t, k] * qw[n, k]
+    y[t, n] = sx[t] * sw[n] * sum_k qx[t, k] * qw[n, k] + bias[n]
 
 The sum is exact (float64 holds it for any K below 2^38), so every faster path must give the same integers.
 """
@@ -8,11 +8,25 @@ The sum is exact (float64 holds it for any K below 2^38), so every faster path m
 import torch
 from torch import Tensor
 
+from qinfer.kernels.panels import rows_of
 from qinfer.kernels.quantize_per_token import int8_per_token
 
 
-def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight int8 [N, K], weight_scale float32 [N] -> [T, N] in x's dtype."""
+def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight int8 [N, K] (or its panels), weight_scale float32 [N] -> [T, N] in x's dtype."""
     codes, scale = int8_per_token(x)
-    integers = codes.to(torch.float64) @ weight.to(torch.float64).T
-    return (integers.float() * weight_scale * scale).to(x.dtype)
+    return w8a8_int8_codes(codes, scale, weight, weight_scale, x.dtype, bias)
+
+
+def w8a8_int8_codes(
+    codes: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    dtype: torch.dtype,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The product of activations that are quantized already: codes int8 [T, K], scale [T, 1] -> `dtype`."""
+    integers = codes.to(torch.float64) @ rows_of(weight, codes.shape[1]).to(torch.float64).T
+    y = integers.float() * weight_scale * scale
+    return (y if bias is None else y + bias.float()).to(dtype)

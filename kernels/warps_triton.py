@@ -1,0 +1,51 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What the kernels with one task per warp share (Gluon, the layer of Triton below its tiles).
+
+Plain Triton gives all warps of a program the same task: they load, multiply and store in step, and the tensor
+cores wait meanwhile. Here one warp copies ahead and two groups of four warps multiply, out of step.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+# Triton 3.9 has new names for the copies between memory and shared memory.
+copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@gluon.jit
+def wait_for_previous(EARLY: gl.constexpr):
+    """Waits until the kernel in front has ended, where this one may start before (programmatic launch)."""
+    if EARLY:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def tell_next(EARLY: gl.constexpr):
+    """Lets the next kernel start once all programs have come here."""
+    if EARLY:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; mov.b32 $0, 0;",
+            "=r",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """Of a matrix, for tiles that the tensor cores can read: up to 128 bytes of a row swizzled."""
+    layout = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, block[1] * tensor.element_size()),
+        element_bitwidth=8 * tensor.element_size(),
+        rank=2,
+    )
+    return TensorDescriptor.from_tensor(tensor, block, layout)
