@@ -70,7 +70,7 @@ def run(
     m, k, n, splits = *x.shape, weight.shape[1], entry["SPLITS"]
     lead = [splits] if splits > 1 else []
     out = torch.empty(*lead, m, n, device=x.device, dtype=torch.float32 if lead else x.dtype)
-    rows = TensorDescriptor.from_tensor(x, [entry["BM"], entry["BK"]])
+    rows = TensorDescriptor.from_tensor(x, [entry["BM"], min(entry["BK"], 128)])
     tiles = triton.cdiv(m, entry["BM"]) * triton.cdiv(n, entry["BN"])
     options = launch_options(
         entry, bias, x.is_cuda, FP8=fp8, WIDE=WIDE.get(x.dtype, tl.float32), ASM=x.is_cuda
@@ -217,11 +217,12 @@ def multiplications_done():
 def product(x, w, scale, bias, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
             SPLITS: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
             ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
-    """x [M, K]: a descriptor in blocks of [BM, BK]; w: fragments, int32 [ceil(K / 128), N, 32].
+    """x [M, K]: a descriptor in blocks of [BM, min(BK, 128)]; w: fragments, int32 [ceil(K / 128), N, 32].
 
-    Grid (tiles, SPLITS); BK is 64 or 128. SPLITS > 1: out is float32 [SPLITS, M, N] and gets no bias.
+    Grid (tiles, SPLITS); BK is 64, 128 or 256. SPLITS > 1: out is float32 [SPLITS, M, N] and gets no bias.
     """
     FACTOR: tl.constexpr = 256.0 if FP8 and ASM and WIDE.is_fp16() else 1.0
+    LOAD: tl.constexpr = min(BK, 128)
     num_m = tl.cdiv(M, BM)
     steps = tl.cdiv(K, BK)
     row = tl.program_id(0) % num_m * BM
@@ -232,15 +233,17 @@ def product(x, w, scale, bias, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr,
         cuda.gdc_wait()
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
-    words_of_row = w + tl.minimum(cols, N - 1)[:, None] * 32 + tl.arange(0, BK // 4)[None, :]
+    words_of_row = w + tl.minimum(cols, N - 1)[:, None] * 32 + tl.arange(0, LOAD // 4)[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
     for step in range(tl.program_id(1) * steps // SPLITS, (tl.program_id(1) + 1) * steps // SPLITS):
-        a = x.load([row, step * BK])
-        panel = tl.cast(step // (128 // BK), tl.int64) * (N * 32)
-        words = tl.load(words_of_row + panel + step % (128 // BK) * (BK // 4))
-        if ASM:
-            multiplications_done()
-        acc = tl.dot(widened_tile(words, FP8, WIDE, ASM), a.T, acc)
+        for i in tl.static_range(BK // LOAD):
+            part = step * (BK // LOAD) + i
+            a = x.load([row, part * LOAD])
+            panel = tl.cast(part // (128 // LOAD), tl.int64) * (N * 32)
+            words = tl.load(words_of_row + panel + part % (128 // LOAD) * (LOAD // 4))
+            if ASM:
+                multiplications_done()
+            acc = tl.dot(widened_tile(words, FP8, WIDE, ASM), a.T, acc)
     if EARLY == 2:
         cuda.gdc_launch_dependents()
     y = tl.trans(acc) * (tl.load(scale + cols, mask=cols < N, other=0.0).to(tl.float32) * FACTOR)[None, :]

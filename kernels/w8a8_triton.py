@@ -48,7 +48,10 @@ def multiply(
     check(codes, n, dtype)
     if m == 0:
         return torch.empty(0, n, dtype=dtype, device=codes.device)
-    entry = tile(op, table_of(codes.device), formula, m, n, k)
+    if dtype is torch.float32:  # twice the shared memory for results: only the smaller tiles leave it
+        entry = formula(min(m, 256), n, k)
+    else:
+        entry = tile(op, table_of(codes.device), formula, m, n, k)
     return run(entry, codes, scale, weight, weight_scale, dtype, bias, in_parts)
 
 

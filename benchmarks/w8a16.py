@@ -1,0 +1,94 @@
+"""Products with 8-bit weights and bfloat16 activations against the roofline and torch.mm.
+
+    python benchmarks/w8a16.py [--out benchmarks/results/w8a16-nvidia-h200.json] [--ops w8a16_int8,...]
+    python benchmarks/w8a16.py --tune ROWS.json [--shapes 28672x4096,...] [--tokens 16,32,...]
+
+Prints the ceilings measured in this run first, then a table, then one JSON document. Weights rotate past the
+L2; times are medians of graph replays. For thousands of tokens the op may widen the weight and call torch.mm;
+the column "own" has the project's kernel alone there too. --tune: as in w8a8.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from products import Entry, Op, Weight, copies, main, register, splits
+from torch import Tensor
+
+from qinfer.kernels import w8a16_triton
+from qinfer.kernels.panels import to_fragments
+from qinfer.kernels.quantize_per_token import fp8_per_token, int8_per_token
+
+# BM, BN, BK, num_warps, num_stages
+MANY = ((256, 128, 64, 8, 4), (256, 128, 64, 8, 3))
+PRODUCTS = {
+    16: ((16, 128, 128, 4, 4), (16, 128, 128, 4, 3), (16, 64, 256, 4, 3), (16, 64, 256, 4, 4)),
+    32: ((32, 128, 128, 4, 4), (32, 128, 128, 4, 3), (32, 64, 128, 4, 4), (32, 64, 256, 4, 3)),
+    64: ((64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (64, 64, 256, 4, 3)),
+    128: ((128, 128, 64, 4, 4), (128, 64, 128, 4, 3), (128, 64, 128, 4, 4)),
+    256: ((256, 128, 64, 8, 4), (256, 64, 64, 4, 3), (128, 64, 128, 4, 3), (128, 128, 64, 4, 4)),
+    512: (*MANY, (256, 64, 64, 4, 3), (128, 128, 64, 4, 4)),
+    1024: MANY,
+    2048: MANY,
+    4096: MANY,
+}
+
+
+def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
+    names = ("BM", "BN", "BK", "num_warps", "num_stages")
+    for values in PRODUCTS[m]:
+        tile = dict(zip(names, values, strict=True))
+        tiles, steps = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"])
+        for s in splits(tiles, steps) if m <= 512 else [1]:
+            for early in (1, 2) if s > 1 else (0, 1, 2):
+                yield tile | {"SPLITS": s, "EARLY": early}
+    if m >= 1024:
+        yield {"WIDEN": 1}
+
+
+def make_int8(wide: Tensor) -> Weight:
+    codes, scale = int8_per_token(wide)
+    return Weight(codes.float() * scale, scale.flatten(), copies(to_fragments(codes)), [])
+
+
+def make_fp8(wide: Tensor) -> Weight:
+    codes, scale = fp8_per_token(wide)
+    return Weight(codes.float() * scale, scale.flatten(), copies(to_fragments(codes)), [])
+
+
+def given(x: Tensor) -> tuple[Tensor, ...]:
+    return (x,)
+
+
+def exact(inputs: tuple[Tensor, ...]) -> Tensor:
+    return inputs[0].float()
+
+
+def run_int8(entry: Entry, inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
+    return w8a16_triton.run(entry, inputs[0], weight, scale, None, fp8=False)
+
+
+def run_fp8(entry: Entry, inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
+    return w8a16_triton.run(entry, inputs[0], weight, scale, None, fp8=True)
+
+
+def call_int8(inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
+    return w8a16_triton.multiply("w8a16_int8", inputs[0], weight, scale, None, fp8=False)
+
+
+def call_fp8(inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
+    return w8a16_triton.multiply("w8a16_fp8", inputs[0], weight, scale, None, fp8=True)
+
+
+OPS = {
+    "w8a16_int8": Op("w8a16_int8", make_int8, given, exact, run_int8, call_int8, None, candidates, 3e-3),
+    "w8a16_fp8": Op("w8a16_fp8", make_fp8, given, exact, run_fp8, call_fp8, None, candidates, 3e-3),
+}
+
+
+def start() -> None:
+    register(OPS)
+
+
+if __name__ == "__main__":
+    main(__doc__, OPS, start)
