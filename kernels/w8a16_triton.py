@@ -61,7 +61,7 @@ def run(
     weight_scale: Tensor,
     bias: Tensor | None,
     fp8: bool,
-    in_parts: bool,
+    in_parts: bool = False,
 ) -> Tensor:
     """`multiply` with a given tile; WIDEN in it asks for `widened` and torch.mm."""
     if "WIDEN" in entry:
