@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Products of float8 codes with a scale for every 128x128 block, for many tokens (see w8a8_warps_triton.py).
 
-Each step's sums must be scaled and added in float32 by the ordinary arithmetic units. So a group has two sets
-of registers for sums: while one is scaled and added, the tensor cores already work on the next step.
+Each step's sums must be scaled and added in float32 by the ordinary arithmetic units; meanwhile the tensor
+cores work for the other group.
 """
 
 from triton.experimental import gluon
@@ -27,28 +27,6 @@ def _scales(x_scale, w_scale, rows, M, group, stride_t, stride_g):
 
 
 @gluon.jit
-def _start(HALF: gl.constexpr, xs, ws, ready, sums, count, STAGES: gl.constexpr):
-    """Sets the tensor cores to step `count`, in the registers of `sums`; a wait makes them readable."""
-    stage = count % STAGES
-    mbarrier.wait(ready.index(stage), count // STAGES & 1)
-    a = xs.index(stage).slice(HALF * 64, 64)
-    return warpgroup_mma(a, ws.index(stage).permute((1, 0)), sums, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _added(acc, sums, scale):
-    """acc + sums * scale, before anything that comes after: else the compiler copies the sums and waits."""
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;",
-        "=r,r,r,r",
-        [sums, scale[:, None], acc],
-        dtype=gl.float32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale, bias, out, M, N, K,
               stride_t, stride_g, STAGES: gl.constexpr, GROUP: gl.constexpr, BIAS: gl.constexpr,
               EARLY: gl.constexpr):  # fmt: skip
@@ -65,38 +43,20 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale
         row = pm * 128 + HALF * 64
         rows = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         block = w_scale + pn * groups
-        acc = gl.zeros((64, 128), gl.float32, LAYOUT)
-        even = gl.zeros((64, 128), gl.float32, LAYOUT)
-        odd = gl.zeros((64, 128), gl.float32, LAYOUT)
-        for four in range(groups // 4):
-            group = four * 4
-            even = _start(HALF, xs, ws, ready, even, count, STAGES)
-            odd = _start(HALF, xs, ws, ready, odd, count + 1, STAGES)
-            scale0 = _scales(x_scale, block, rows, M, group, stride_t, stride_g)
-            scale1 = _scales(x_scale, block, rows, M, group + 1, stride_t, stride_g)
-            even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
-            mbarrier.arrive(empty.index(count % STAGES))
-            acc = _added(acc, even, scale0)
-            even = _start(HALF, xs, ws, ready, even, count + 2, STAGES)
-            scale2 = _scales(x_scale, block, rows, M, group + 2, stride_t, stride_g)
-            odd = warpgroup_mma_wait(num_outstanding=1, deps=(odd,))
-            mbarrier.arrive(empty.index((count + 1) % STAGES))
-            acc = _added(acc, odd, scale1)
-            odd = _start(HALF, xs, ws, ready, odd, count + 3, STAGES)
-            scale3 = _scales(x_scale, block, rows, M, group + 3, stride_t, stride_g)
-            even = warpgroup_mma_wait(num_outstanding=1, deps=(even,))
-            mbarrier.arrive(empty.index((count + 2) % STAGES))
-            acc = _added(acc, even, scale2)
-            odd = warpgroup_mma_wait(num_outstanding=0, deps=(odd,))
-            mbarrier.arrive(empty.index((count + 3) % STAGES))
-            acc = _added(acc, odd, scale3)
-            count += 4
-        for group in range(groups // 4 * 4, groups):
-            even = _start(HALF, xs, ws, ready, even, count, STAGES)
-            scale0 = _scales(x_scale, block, rows, M, group, stride_t, stride_g)
-            even = warpgroup_mma_wait(num_outstanding=0, deps=(even,))
-            mbarrier.arrive(empty.index(count % STAGES))
-            acc = _added(acc, even, scale0)
+        none = gl.zeros((64, 128), gl.float32, LAYOUT)
+        acc = none
+        scales = _scales(x_scale, block, rows, M, 0, stride_t, stride_g)
+        for group in range(groups):
+            stage = count % STAGES
+            mbarrier.wait(ready.index(stage), count // STAGES & 1)
+            a = xs.index(stage).slice(HALF * 64, 64)
+            b = ws.index(stage).permute((1, 0))
+            part = warpgroup_mma(a, b, none, use_acc=False, is_async=True)
+            coming = _scales(x_scale, block, rows, M, gl.minimum(group + 1, groups - 1), stride_t, stride_g)
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+            mbarrier.arrive(empty.index(stage))
+            acc += part * scales[:, None]
+            scales = coming
             count += 1
         if BIAS:
             cols = pn * 128 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
