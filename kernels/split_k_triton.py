@@ -85,6 +85,11 @@ def launch_options(entry: Tile, bias: Tensor | None, on_gpu: bool, **more: Any) 
     return {**entry, "EARLY": early, "BIAS": bias is not None, "launch_pdl": early > 0, **more}
 
 
+def same_code(entry: Tile) -> Tile:
+    """One entry for all whose code differs by a number only."""
+    return {**entry, "SPLITS": min(entry["SPLITS"], 2)} if "SPLITS" in entry else entry
+
+
 def check(x: Tensor, n: int, dtype: torch.dtype) -> None:
     """`Declined` for what no kernel for x [M, K] and a weight [n, K] takes."""
     if x.is_cuda and not _is_hopper(x.device):

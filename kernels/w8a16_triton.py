@@ -14,6 +14,9 @@ For thousands of tokens it costs less to widen the whole weight once, and to lea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +24,9 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from qinfer.kernels.rows_triton import table_of
-from qinfer.kernels.split_k_triton import check, launch_options, splits_of, sum_of_parts
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.rows_triton import MEASURED, table_of
+from qinfer.kernels.split_k_triton import check, launch_options, same_code, splits_of, sum_of_parts
 from qinfer.kernels.tiles import Declined, Tile, tile
 
 WIDE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -114,6 +118,33 @@ def formula(m: int, n: int, k: int) -> Tile:
     tiles = triton.cdiv(n, shape["BN"]) * triton.cdiv(m, shape["BM"])
     splits = splits_of(tiles * shape["BM"] // 64 if m > 128 else tiles, triton.cdiv(k, shape["BK"]))
     return {**shape, "SPLITS": splits, "EARLY": int(splits > 1)}
+
+
+def offline_variants() -> Iterator[Variant]:
+    """The tables' tiles for Llama-8B's weights, and the formula's, both kinds of codes; few in float16."""
+    shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
+    cases = [(m, n, k, "bf16") for n, k in shapes for m in (1, 16, 32, 64, 128, 256, 512, 1024)]
+    found = {
+        (op, dtype, tuple(sorted(same_code(tile(op, MEASURED, formula, m, n, k)).items())))
+        for op in ("w8a16_int8", "w8a16_fp8")
+        for m, n, k, dtype in [*cases, (16, 4096, 4096, "fp16"), (256, 4096, 4096, "fp16")]
+    }
+    for op, dtype, items in sorted(found):
+        if "WIDEN" not in dict(items):
+            yield _variant(op, dtype, dict(items))
+
+
+def _variant(op: str, dtype: str, entry: dict[str, Any]) -> Variant:
+    types = dict.fromkeys(("M", "N", "K"), "i32") | {"w": "*i32", "scale": "*fp32", "bias": "*fp32"}
+    types["x"] = f"tensordesc<{dtype}{[entry['BM'], min(entry['BK'], 128)]}>"
+    types["out"] = "*fp32" if entry["SPLITS"] > 1 else f"*{dtype}"
+    wide = tl.bfloat16 if dtype == "bf16" else tl.float16
+    options = launch_options(entry, None, True, FP8=op == "w8a16_fp8", WIDE=wide, ASM=True)
+    constants = {name: value for name, value in options.items() if name in product.arg_names}
+    signature = {name: types[name] for name in product.arg_names if name not in constants}
+    launch = {name: value for name, value in options.items() if name not in constants}
+    label = " ".join([op, dtype, *(f"{name}={value}" for name, value in entry.items())])
+    return Variant(label, product, signature, constants, launch, ("N", "K"), wants_tensor_cores=True)
 
 
 @triton.jit

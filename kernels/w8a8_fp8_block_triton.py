@@ -10,6 +10,9 @@ transposed, [ceil(K / 128), T], so that neighbouring tokens' are read together; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,13 +20,21 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qinfer.kernels.offline import Variant
 from qinfer.kernels.panels import WIDTH
+from qinfer.kernels.rows_triton import MEASURED, row_scale, table_of
 from qinfer.kernels.rows_triton import codes as codes_of
-from qinfer.kernels.rows_triton import row_scale, table_of
-from qinfer.kernels.split_k_triton import check, launch_options, num_multiprocessors, splits_of, sum_of_parts
+from qinfer.kernels.split_k_triton import (
+    check,
+    launch_options,
+    num_multiprocessors,
+    same_code,
+    splits_of,
+    sum_of_parts,
+)
 from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w8a8_block_warps_triton import blocks_by_warps
-from qinfer.kernels.warps_triton import descriptor
+from qinfer.kernels.warps_triton import descriptor, descriptor_type
 
 
 def w8a8_fp8_block(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -94,6 +105,36 @@ def formula(m: int, n: int, k: int) -> Tile:
     splits = splits_of(triton.cdiv(n, 64) * triton.cdiv(m, rows), triton.cdiv(k, 128))
     shape = {"BM": rows, "BN": 64, "SWAP": 1, "SPLITS": splits, "EARLY": int(splits > 1)}
     return {**shape, "num_warps": 4, "num_stages": 4}
+
+
+def offline_variants() -> Iterator[Variant]:
+    """The tables' tiles for Llama-8B's weights, and the formula's."""
+    found = {
+        tuple(sorted(same_code(tile("w8a8_fp8_block", MEASURED, formula, m, n, k)).items()))
+        for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
+        for m in (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+    }
+    for items in sorted(found):
+        yield _variant(dict(items))
+
+
+def _variant(entry: dict[str, Any]) -> Variant:
+    by_warp = "STAGES" in entry
+    kernel = blocks_by_warps if by_warp else block_product
+    types = dict.fromkeys(("M", "N", "K", "stride_g"), "i32")
+    types |= dict.fromkeys(("x_scale", "w_scale", "bias"), "*fp32")
+    for name, rows in (("x", entry.get("BM")), ("w", entry.get("BN"))):
+        block = [rows or 128, WIDTH]
+        types[name] = descriptor_type("fp8e4nv", block) if by_warp else f"tensordesc<fp8e4nv{block}>"
+    types["out"] = descriptor_type("bf16", [64, 128]) if by_warp else "*bf16"
+    if entry.get("SPLITS", 1) > 1:
+        types["out"] = "*fp32"
+    options = launch_options(entry, None, True, stride_t=1)
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    signature = {name: types[name] for name in kernel.arg_names if name not in constants}
+    launch = {name: value for name, value in options.items() if name not in constants}
+    label = " ".join(["w8a8_fp8_block", *(f"{name}={value}" for name, value in entry.items())])
+    return Variant(label, kernel, signature, constants, launch, ("N", "K"), wants_tensor_cores=True)
 
 
 def fp8_per_group(x: Tensor) -> tuple[Tensor, Tensor]:

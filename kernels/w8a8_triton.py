@@ -13,6 +13,9 @@ A sum of int8 products is exact. A sum of float8 products is kept by Hopper's te
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -20,12 +23,20 @@ from torch import Tensor
 from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from qinfer.kernels.offline import Variant
 from qinfer.kernels.panels import WIDTH
-from qinfer.kernels.rows_triton import table_of
-from qinfer.kernels.split_k_triton import check, launch_options, num_multiprocessors, splits_of, sum_of_parts
+from qinfer.kernels.rows_triton import MEASURED, table_of
+from qinfer.kernels.split_k_triton import (
+    check,
+    launch_options,
+    num_multiprocessors,
+    same_code,
+    splits_of,
+    sum_of_parts,
+)
 from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w8a8_warps_triton import by_warps
-from qinfer.kernels.warps_triton import descriptor
+from qinfer.kernels.warps_triton import descriptor, descriptor_type
 
 
 def multiply(
@@ -99,6 +110,37 @@ def formula(m: int, n: int, k: int) -> Tile:
     splits = splits_of(tiles, triton.cdiv(k, 256))
     shape = {"BM": rows, "BN": 64, "BK": 256, "SWAP": 1, "SPLITS": splits, "EARLY": int(splits > 1)}
     return {**shape, "num_warps": 4, "num_stages": 4}
+
+
+def offline_variants() -> Iterator[Variant]:
+    """The tables' tiles for Llama-8B's weights, and the formula's, of both kinds of codes."""
+    found = {
+        (op, tuple(sorted(same_code(tile(op, MEASURED, formula, m, n, k)).items())))
+        for op in ("w8a8_int8", "w8a8_fp8")
+        for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
+        for m in (1, 16, 32, 64, 128, 256, 512, 1024, 4096)
+    }
+    for op, items in sorted(found):
+        yield _variant(op, dict(items))
+
+
+def _variant(op: str, entry: dict[str, Any]) -> Variant:
+    element = "i8" if op == "w8a8_int8" else "fp8e4nv"
+    by_warp = "STAGES" in entry
+    kernel = by_warps if by_warp else product
+    types = dict.fromkeys(("M", "N", "K"), "i32") | dict.fromkeys(("x_scale", "w_scale", "bias"), "*fp32")
+    for name, rows in (("x", entry["BM"]), ("w", entry["BN"])):
+        block = [rows, WIDTH]
+        types[name] = descriptor_type(element, block) if by_warp else f"tensordesc<{element}{block}>"
+    types["out"] = "*fp32" if entry["SPLITS"] > 1 else "*bf16"
+    if by_warp and entry["SPLITS"] == 1:
+        types["out"] = descriptor_type("bf16", [entry["BM"] // 2, entry["BN"]])
+    options = launch_options(entry, None, True, INT=element == "i8", x_scale_stride=1)
+    constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+    signature = {name: types[name] for name in kernel.arg_names if name not in constants}
+    launch = {name: value for name, value in options.items() if name not in constants}
+    label = " ".join([op, *(f"{name}={value}" for name, value in entry.items())])
+    return Variant(label, kernel, signature, constants, launch, ("N", "K"), wants_tensor_cores=True)
 
 
 @triton.jit(do_not_specialize=["M"])

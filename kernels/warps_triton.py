@@ -41,11 +41,15 @@ def tell_next(EARLY: gl.constexpr):
         )
 
 
+def descriptor_type(element: str, block: list[int]) -> str:
+    """How a signature spells the type of a `descriptor` of "i8", "fp8e4nv" or "bf16" elements."""
+    return f"tensordesc<{element}{block},{_layout(block, 16 if element == 'bf16' else 8)!r}>"
+
+
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     """Of a matrix, for tiles that the tensor cores can read: up to 128 bytes of a row swizzled."""
-    layout = gl.NVMMASharedLayout(
-        swizzle_byte_width=min(128, block[1] * tensor.element_size()),
-        element_bitwidth=8 * tensor.element_size(),
-        rank=2,
-    )
-    return TensorDescriptor.from_tensor(tensor, block, layout)
+    return TensorDescriptor.from_tensor(tensor, block, _layout(block, 8 * tensor.element_size()))
+
+
+def _layout(block: list[int], bits: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(min(128, block[1] * bits // 8), bits, rank=2)
