@@ -115,15 +115,13 @@ def onednn_int8_is_exact() -> bool:
 
 
 def pack_w8a8_int8(weight: Tensor) -> Tensor:
-    """Weight int8 [N, K] in the layout that `w8a8_int8` reads fastest on its device."""
-    if weight.device.type == "cpu" and onednn_int8_is_exact():
-        return _w8a8_int8_cpu.pack(weight)
-    return weight
+    """Weight int8 [N, K] in the layout that `w8a8_int8` reads fastest on its device; memory of its own."""
+    return weight.clone()  # what was read lazily is a view of a file, which may change under a long run
 
 
 def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `pack_w8a8_int8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
-    if weight.is_mkldnn:
+    if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)
 
@@ -167,7 +165,8 @@ def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
 def cpu_paths() -> dict[str, str]:
     """How each product runs on this CPU, in words; a scheme that is not named runs its meaning."""
     rows = {"int8": _w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, "int4": _w4a16_cpu.MAX_ROWS_OF_INT4_OP}
-    exact = "oneDNN int8 x uint8, weights packed at load"
+    rows["w8a8"] = _w8a8_int8_cpu.MAX_ROWS_OF_INT8_OP
+    exact = f"torch int8 op up to {rows['w8a8']} rows of bfloat16, else oneDNN int8 x int8"
     return {
         "dense": "torch linear",
         "w8a8-int8": exact if onednn_int8_is_exact() else "plain torch: oneDNN's int8 saturates here",

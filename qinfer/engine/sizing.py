@@ -71,11 +71,8 @@ def tensor_bytes(model: Any) -> int:
     """Bytes of all memory that the tensors within an object refer to, each counted once."""
     sizes = {}
     for tensor in _tensors(model, set()):
-        if tensor.is_mkldnn:  # oneDNN's own layout has no storage to ask, and takes as much as the numbers
-            sizes[id(tensor)] = tensor.numel() * tensor.element_size()
-        else:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 
 
