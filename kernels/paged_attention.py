@@ -147,6 +147,8 @@ def paged_attention(
 
     `softcap` c turns a logit s into c * tanh(s / c). Query head h reads KV head h // (Hq / Hkv).
     """
+    if len(groups) == 1:  # which then has every row: a step of decode alone is spared the copy
+        return _attend(q, pages, groups[0], scale, softcap)
     out = torch.empty_like(q)
     for group in groups:
         out[group.rows] = _attend(q[group.rows], pages, group, scale, softcap)
@@ -158,7 +160,7 @@ def _attend(q: Tensor, pages: KVPages, group: RowGroup, scale: float, softcap: f
     num_kv_heads = pages.k.shape[1]
     k = _gather(pages.k, pages.k_scales, pages.k_scale, group, q.dtype)
     v = _gather(pages.v, pages.v_scales, pages.v_scale, group, q.dtype)
-    if group.num_seqs == 1:  # [1, Hq, Q, D]
+    if group.num_seqs == 1 and num_rows > 1:  # [1, Hq, Q, D]
         out = _sdpa(q.transpose(0, 1).unsqueeze(0), k, v, group.mask, scale, softcap)
         return out.squeeze(0).transpose(0, 1)
     # one row per sequence: the heads that share a KV head become the rows of one small product
@@ -181,7 +183,8 @@ def _gather(
     values = load(numbers, row_scales, scale, dtype)
     if group.padding is not None:
         values.index_fill_(0, group.padding, 0)
-    return values.view(group.num_seqs, num_kv_heads, -1, dim)[:, :, group.span]
+    first, stop = group.span.start, group.span.stop
+    return values.view(group.num_seqs, num_kv_heads, -1, dim).narrow(2, first, stop - first)
 
 
 def _sdpa(

@@ -1,9 +1,9 @@
 """Integer product of `w8a8_int8` on the CPU: torch's int8 weight op for one or two rows, `_int_mm` for more.
 
-Both read the weight as it lies in the file, so a weight takes one byte and nothing is prepared. Of oneDNN's
-products this one serves best: measured in the steps of a model of 30 layers, two cores of a Xeon with AMX, the
-quantized linear with prepacked weights took 1.2 to 1.5 times as long per step at 1 to 16 rows, because each
-call spends 60 us and more on finding its primitive again, and was even at 512.
+Both read the weight as it lies in the file, so a weight takes one byte and nothing is prepared. oneDNN's
+quantized linear with prepacked weights was tried: measured in the steps of a model of 30 layers (two cores of
+a Xeon with AMX) it took 1.2 to 1.5 times as long at 1 to 16 rows, because each call spends 60 us and more on
+finding its primitive again, and was even at 512.
 
 With one row, time goes to calling ops, not to arithmetic: a call with a tensor operand costs 1.7 us, the same
 call with a Python number or mixed dtypes 3.4 us, `.to(dtype)` 3 us where `.char()` costs 1.8. Hence:

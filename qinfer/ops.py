@@ -1,24 +1,33 @@
-"""One typed function per op; the only importer of kernels.
+"""One typed function per op; with `backend`, the only importer of kernels.
 
 Each op has one meaning in plain torch (qinfer/kernels/<op>.py). Where a device has something faster that
-gives the same result, the choice is made here, by shape and by rules that were measured.
+gives the same result, the choice is made here, by shape and by rules that were measured. On a GPU that is a
+Triton kernel, the meaning's twin, and `backend` decides between the two.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from qinfer import backend as _backend
 from qinfer.kernels import activation as _activation
 from qinfer.kernels import attention as _attention
 from qinfer.kernels import dense as _dense
+from qinfer.kernels import fused_activation as _fused_activation
+from qinfer.kernels import fused_norm as _fused_norm
+from qinfer.kernels import fused_sampling as _fused_sampling
 from qinfer.kernels import kv_format as _kv_format
 from qinfer.kernels import norm as _norm
 from qinfer.kernels import paged_attention as _paged_attention
+from qinfer.kernels import panels as _panels
+from qinfer.kernels import qkv_post as _qkv_post
 from qinfer.kernels import quantize_per_token as _quantize_per_token
 from qinfer.kernels import rope as _rope
 from qinfer.kernels import sampling as _sampling
@@ -31,12 +40,31 @@ from qinfer.kernels import w8a8_int8_cpu as _w8a8_int8_cpu
 from qinfer.kernels import w8a16_int8 as _w8a16_int8
 from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
+from qinfer.kernels import write_kv_cpu as _write_kv_cpu
 from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
-from qinfer.kernels.paged_attention import RowGroup as RowGroup
+from qinfer.kernels.qkv_post import HeadNorms as HeadNorms
 
 _log = logging.getLogger(__name__)
+
+Groups: TypeAlias = Any
+"""How a step's pages are read: `RowGroup`s or the plan of a GPU's kernels, from `group_rows` alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Activations that are quantized already: values [T, K] int8 or e4m3, scale float32 [T, 1].
+
+    `dtype` is that of the model's activations, in which a product returns its result.
+    """
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+Activations: TypeAlias = Tensor | Codes
 
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
 
@@ -45,7 +73,32 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(RMS norm of the new residual, the new residual = residual + multiplier * x); all [T, H]."""
+    if x.is_cuda:
+        return _backend.run(_norm.add_rms_norm, x, residual, weight, eps, offset, multiplier)
     return _norm.add_rms_norm(x, residual, weight, eps, offset, multiplier)
+
+
+_ADD_NORM_TO = {
+    torch.int8: _fused_norm.add_rms_norm_int8,
+    torch.float8_e4m3fn: _fused_norm.add_rms_norm_fp8,
+}
+
+
+def add_rms_norm_to(
+    codes: torch.dtype | None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    multiplier: float = 1.0,
+) -> tuple[Activations, Tensor]:
+    """`add_rms_norm` for a product that wants `codes`, in one pass on a GPU; elsewhere it makes its own."""
+    if codes is None or not x.is_cuda:
+        return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
+    values, scale, total = _backend.run(_ADD_NORM_TO[codes], x, residual, weight, eps, offset, multiplier)
+    return Codes(values, scale, x.dtype), total
 
 
 def attention(
@@ -66,22 +119,57 @@ def attention(
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
     """gelu_tanh(gate) * up: [T, 2 I] -> [T, I]."""
+    if gate_up.is_cuda:
+        return _backend.run(_activation.gelu_mul, gate_up)
     return _activation.gelu_mul(gate_up)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """RMS norm over the last dimension, times (offset + weight): [..., H] -> [..., H]."""
+    if x.is_cuda:
+        return _backend.run(_norm.rms_norm, x, weight, eps, offset)
     return _norm.rms_norm(x, weight, eps, offset)
+
+
+_NORM_TO = {torch.int8: _fused_norm.rms_norm_int8, torch.float8_e4m3fn: _fused_norm.rms_norm_fp8}
+
+
+def rms_norm_to(
+    codes: torch.dtype | None, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+) -> Activations:
+    """`rms_norm` for a product that wants `codes`: see `add_rms_norm_to`."""
+    if codes is None or not x.is_cuda:
+        return rms_norm(x, weight, eps, offset=offset)
+    return Codes(*_backend.run(_NORM_TO[codes], x, weight, eps, offset), x.dtype)
 
 
 def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of heads [T, N, D] by cos and signed sin [T, R]; returns a new [T, N, D]."""
+    if heads.is_cuda:
+        return _backend.run(_rope.rope, heads, cos, sin)
     return _rope.rope(heads, cos, sin)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up: [T, 2 I] -> [T, I]."""
+    if gate_up.is_cuda:
+        return _backend.run(_activation.silu_mul, gate_up)
     return _activation.silu_mul(gate_up)
+
+
+_GATED_TO: dict[tuple[Callable[[Tensor], Tensor], torch.dtype], Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    (silu_mul, torch.int8): _fused_activation.silu_mul_int8,
+    (silu_mul, torch.float8_e4m3fn): _fused_activation.silu_mul_fp8,
+    (gelu_mul, torch.int8): _fused_activation.gelu_mul_int8,
+    (gelu_mul, torch.float8_e4m3fn): _fused_activation.gelu_mul_fp8,
+}
+
+
+def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Activations:
+    """`gate`, which is silu_mul or gelu_mul, for a product that wants `codes`: see `add_rms_norm_to`."""
+    if codes is None or not gate_up.is_cuda:
+        return gate(gate_up)
+    return Codes(*_backend.run(_GATED_TO[gate, codes], gate_up), gate_up.dtype)
 
 
 # --- quant: products with quantized weights ----------------------------------------------------------------
@@ -94,11 +182,15 @@ def dense(x: Tensor, weight: Tensor) -> Tensor:
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes int8 [T, K] and scale float32 [T, 1] = absmax / 127."""
+    if x.is_cuda:
+        return _backend.run(_quantize_per_token.int8_per_token, x)
     return _quantize_per_token.int8_per_token(x)
 
 
 def fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes float8_e4m3fn [T, K] and scale float32 [T, 1] = absmax / 448."""
+    if x.is_cuda:
+        return _backend.run(_quantize_per_token.fp8_per_token, x)
     return _quantize_per_token.fp8_per_token(x)
 
 
@@ -116,42 +208,57 @@ def onednn_int8_is_exact() -> bool:
 
 def pack_w8a8_int8(weight: Tensor) -> Tensor:
     """Weight int8 [N, K] in the layout that `w8a8_int8` reads fastest on its device; memory of its own."""
+    if weight.is_cuda:
+        return _panels.to_panels(weight)
     return weight.clone()  # what was read lazily is a view of a file, which may change under a long run
 
 
-def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `pack_w8a8_int8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    if isinstance(x, Codes):
+        return _backend.run(_w8a8_int8.w8a8_int8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
+    if x.is_cuda:
+        return _backend.run(_w8a8_int8.w8a8_int8, x, weight, weight_scale)
     if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)
 
 
+def pack_w8a16_int8(weight: Tensor) -> Tensor:
+    """Weight int8 [N, K] in the layout that `w8a16_int8` reads on its device."""
+    return _panels.to_fragments(weight) if weight.is_cuda else weight
+
+
 def w8a16_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight int8 [N, K], weight_scale [N] in x's dtype -> [T, N] in x's dtype."""
-    if x.device.type == "cpu":
-        return _w8a16_int8_cpu.w8a16_int8_cpu(x, weight, weight_scale)
-    return _w8a16_int8.w8a16_int8(x, weight, weight_scale)
+    """x [T, K], weight from `pack_w8a16_int8`, weight_scale [N] in x's dtype -> [T, N] in x's dtype."""
+    if x.is_cuda:
+        return _backend.run(_w8a16_int8.w8a16_int8, x, weight, weight_scale)
+    return _w8a16_int8_cpu.w8a16_int8_cpu(x, weight, weight_scale)
 
 
-def widen_w8a8_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
+def pack_w8a8_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Weight float8_e4m3fn [N, K] in the form that `w8a8_fp8` reads fastest on its device.
 
     `dtype` is that of the activations to come.
     """
-    return _w8a8_fp8_cpu.widen(weight, dtype) if weight.device.type == "cpu" else weight
+    return _panels.to_panels(weight) if weight.is_cuda else _w8a8_fp8_cpu.widen(weight, dtype)
 
 
-def w8a8_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight from `widen_w8a8_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
-    if weight.dtype is torch.float8_e4m3fn:
-        return _w8a8_fp8.w8a8_fp8(x, weight, weight_scale)
+def w8a8_fp8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """x [T, K], weight from `pack_w8a8_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    if isinstance(x, Codes):
+        return _backend.run(_w8a8_fp8.w8a8_fp8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
+    if x.is_cuda:
+        return _backend.run(_w8a8_fp8.w8a8_fp8, x, weight, weight_scale)
     return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)
 
 
 def pack_w4a16(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
     """The arguments of `w4a16` from weight uint8 [N, K/2] (even k low), scale and zero uint8 [N, G]."""
-    if weight.device.type == "cpu":
+    if not weight.is_cuda:
         return _w4a16_cpu.pack(weight, scale, zero)
+    if scale.dtype in _w4a16.MAGIC:
+        return _w4a16.pack_fragments(weight, scale, zero)
     return {"weight": weight, "scale": scale, "zero": zero}
 
 
@@ -159,7 +266,9 @@ def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
     """x [T, K] times the 4-bit weight that `pack_w4a16` made ready -> [T, N] in x's dtype."""
     if "nibbles" in packed:
         return _w4a16_cpu.w4a16_cpu(x, **packed)
-    return _w4a16.w4a16(x, **packed)
+    if "words" in packed:
+        return _backend.run(_w4a16.w4a16_fragments, x, packed["words"], packed["scale_zero"])
+    return _backend.run(_w4a16.w4a16, x, packed["weight"], packed["scale"], packed["zero"])
 
 
 def cpu_paths() -> dict[str, str]:
@@ -179,21 +288,81 @@ def cpu_paths() -> dict[str, str]:
 # --- engine: the paged cache and sampling ------------------------------------------------------------------
 
 
-def write_kv(k: Tensor, v: Tensor, pages: KVPages, slots: Tensor) -> None:
-    """Stores k, v [T, Hkv, D] at slots [T] int64 (page * PAGE + offset) of a layer's pages, in place."""
-    _write_kv.write_kv(k, v, pages, slots)
+def kv_places(slots: Tensor, geometry: Geometry) -> Tensor:
+    """What `write_kv` takes for slots [T] int64 (page * PAGE + offset); once per step for all layers."""
+    if slots.is_cuda:
+        return slots
+    return _write_kv_cpu.slot_rows(slots, geometry.num_kv_heads, geometry.page_size)
 
 
-def group_rows(batch: PagedBatch, geometry: Geometry) -> tuple[RowGroup, ...]:
+def write_kv(k: Tensor, v: Tensor, pages: KVPages, places: Tensor) -> None:
+    """Stores k, v [T, Hkv, D] at `places`, from `kv_places`, of a layer's pages, in place."""
+    if k.is_cuda:
+        return _backend.run_in_place(_few_pages, _write_kv.write_kv, k, v, pages, places)
+    _write_kv_cpu.write_kv_cpu(k, v, pages, places)
+
+
+def qkv_post(
+    qkv: Tensor,
+    pages: KVPages,
+    slots: Tensor,
+    *,
+    rotation: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Bias, head norms, rotation and the writing of K and V in one pass, for a GPU: [T, N] -> q [T, Hq, D].
+
+    Slots [T] as in `kv_places`; cos and sin [T, R] as in `rope`. All float32, rounded once.
+    """
+    return _backend.run_in_place(
+        _few_pages, _qkv_post.qkv_post, qkv, pages, slots, rotation=rotation, norms=norms, bias=bias
+    )
+
+
+def _few_pages(*args: Any) -> _backend.Rehearsal:
+    """The arguments (..., pages, slots) with a copy of the pages that are touched: all may not fit twice."""
+    *data, pages, slots = args
+    assert isinstance(pages, KVPages)
+    page, offset = slots.clamp(min=0) // pages.k.shape[2], slots.clamp(min=0) % pages.k.shape[2]
+    touched, index = page.unique(return_inverse=True)
+
+    def part() -> KVPages:
+        k, v, k_scales, v_scales = (None if x is None else _picked(x, touched) for x in pages[:4])
+        assert k is not None and v is not None  # noqa: PT018
+        return KVPages(k, v, k_scales, v_scales, pages.k_scale, pages.v_scale)
+
+    copy = part()
+    return _backend.Rehearsal((*data, copy, index * pages.k.shape[2] + offset), copy, part)
+
+
+def _picked(x: Tensor, rows: Tensor) -> Tensor:
+    """x[rows]; indexing knows no fp8, but bytes are bytes."""
+    return x[rows] if x.element_size() > 1 else x.view(torch.uint8)[rows].view(x.dtype)
+
+
+def group_rows(batch: PagedBatch, geometry: Geometry) -> Groups:
     """How `paged_attention` will read a step's pages; once per step for all layers of equal geometry."""
+    if batch.seq_lens.is_cuda:
+        return _backend.run_unchecked(_paged_attention.group_rows, batch, geometry)
     return _paged_attention.group_rows(batch, geometry)
 
 
 def paged_attention(
-    q: Tensor, pages: KVPages, groups: tuple[RowGroup, ...], *, scale: float, softcap: float | None
+    q: Tensor, pages: KVPages, groups: Groups, *, scale: float, softcap: float | None
 ) -> Tensor:
     """q [T, Hq, D] attends to its own sequence's pages up to itself -> [T, Hq, D] in q's dtype."""
+    if q.is_cuda:
+        return _backend.run(_attend_by_plan, q, pages, groups, scale=scale, softcap=softcap)
     return _paged_attention.paged_attention(q, pages, groups, scale=scale, softcap=softcap)
+
+
+@wraps(_paged_attention.paged_attention)  # whose twin is this one's
+def _attend_by_plan(q: Tensor, pages: KVPages, groups: Groups, **kwargs: Any) -> Tensor:
+    """The meaning, which groups the rows again by itself where they are planned for the kernels."""
+    if hasattr(groups, "geometry"):
+        groups = _paged_attention.group_rows(groups.batch, groups.geometry)
+    return _paged_attention.paged_attention(q, pages, groups, **kwargs)
 
 
 def token_counts(ids: Tensor, vocab_size: int) -> Tensor:
@@ -205,21 +374,53 @@ def apply_penalties(
     logits: Tensor, seen: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> Tensor:
     """logits, seen (bool), counts [R, V]; penalties [R] -> logits [R, V]."""
+    if logits.is_cuda:
+        return _backend.run(_sampling.apply_penalties, logits, seen, counts, repetition, frequency, presence)
     return _sampling.apply_penalties(logits, seen, counts, repetition, frequency, presence)
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """logits [R, V], limits [R] -> logits with -inf for what min_p, top_k and top_p leave out."""
+    if logits.is_cuda:
+        return _backend.run(_sampling.filter_logits, logits, top_k, top_p, min_p)
     return _sampling.filter_logits(logits, top_k, top_p, min_p)
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """One token per row of logits [R, V], decided by uniform [R] float64 in [0, 1) -> [R] int64."""
+    if logits.is_cuda:
+        return _backend.run(_sampling.draw, logits, uniform)
     return _sampling.draw(logits, uniform)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row of logits [R, V], the first of equals -> [R] int64; -1 for NaN."""
+    if logits.is_cuda:
+        return _backend.run(_fused_sampling.greedy, logits)
+    return _fused_sampling.greedy(logits)
+
+
+def sample(
+    logits: Tensor,
+    uniform: Tensor,
+    temperature: Tensor,
+    top_k: Tensor | None,
+    top_p: Tensor | None,
+    min_p: Tensor | None,
+) -> Tensor:
+    """One token per row of logits [R, V] -> [R] int64, -1 for NaN; temperature 0 is greedy.
+
+    uniform [R] float64 in [0, 1) decides; limits [R] as in `filter_logits`, None where no row has any.
+    """
+    if logits.is_cuda:
+        return _backend.run(_fused_sampling.sample, logits, uniform, temperature, top_k, top_p, min_p)
+    return _fused_sampling.sample(logits, uniform, temperature, top_k, top_p, min_p)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax of logits [R, V] at ids [R], ranks from 1, the num_top largest and their ids."""
+    if logits.is_cuda:
+        return _backend.run(_sampling.token_logprobs, logits, ids, num_top)
     return _sampling.token_logprobs(logits, ids, num_top)
 
 

@@ -8,7 +8,7 @@ layer's K and V into their slots, then attends through the pages.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from qinfer import ops
 from qinfer.engine.kv_pool import KVPool
 from qinfer.engine.plan import StepPlan
 from qinfer.model.decoder import Decoder
+from qinfer.model.heads import Heads
 
 
 class StepInputs(NamedTuple):
@@ -77,9 +78,23 @@ def step_inputs(
         query_starts,
         last_rows[[c.sample for c in chunks]],
     )
-    on_device = [torch.from_numpy(array).to(device) for array in arrays]
-    token, position, slot, *batch, sample_rows = on_device
+    token, position, slot, *batch, sample_rows = _on_device(arrays, device)
     return StepInputs(token, position, slot, ops.PagedBatch(*batch), sample_rows)
+
+
+def _on_device(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
+    """int64 arrays as tensors; to a GPU in one copy, each beginning at a multiple of 16 bytes there."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts = np.cumsum([0, *(array.size + array.size % 2 for array in arrays)])
+    together = np.zeros(starts[-1], dtype=np.int64)
+    for array, start in zip(arrays, starts, strict=False):
+        together[start : start + array.size] = array.ravel()
+    moved = torch.from_numpy(together).to(device)
+    return [
+        moved[start : start + array.size].view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
 
 
 class PagedAttend:
@@ -89,25 +104,25 @@ class PagedAttend:
         self._pool = pool
         self._slots = slots
         self._batch = batch
-        self._groups: dict[ops.Geometry, tuple[ops.RowGroup, ...]] = {}
+        self._known: dict[ops.Geometry, tuple[Tensor, ops.Groups]] = {}
 
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        heads: Heads,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
         pages = self._pool.layers[layer]
-        ops.write_kv(k, v, pages, self._slots)
-        geometry = ops.Geometry(k.shape[1], self._pool.page_size, window, q.dtype)
-        groups = self._groups.get(geometry)
-        if groups is None:
-            groups = self._groups[geometry] = ops.group_rows(self._batch, geometry)
+        dtype = heads.projected.dtype
+        geometry = ops.Geometry(heads.num_kv_heads, self._pool.page_size, window, dtype)
+        if geometry not in self._known:
+            places = ops.kv_places(self._slots, geometry)
+            self._known[geometry] = places, ops.group_rows(self._batch, geometry)
+        places, groups = self._known[geometry]
+        q = heads.into_pages(pages, places)
         return ops.paged_attention(q, pages, groups, scale=scale, softcap=softcap)
 
 

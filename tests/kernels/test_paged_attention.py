@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from qinfer import ops
+from qinfer.kernels import write_kv as meaning
 from qinfer.kernels.kv_format import load
 from qinfer.testing import error_ratio
 
@@ -52,6 +53,11 @@ def reference(
     return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), v)
 
 
+def write(k: Tensor, v: Tensor, pages: ops.KVPages, slots: Tensor) -> None:
+    geometry = ops.Geometry(k.shape[1], pages.k.shape[2], None, k.dtype)
+    ops.write_kv(k, v, pages, ops.kv_places(slots, geometry))
+
+
 class Batch:
     """Sequences of (computed before, new tokens) in shuffled pages."""
 
@@ -77,7 +83,7 @@ class Batch:
         for i, table in enumerate(self.tables):
             token = torch.arange(len(self.k[i]))
             slots = torch.tensor(table)[token // size] * size + token % size
-            ops.write_kv(self.k[i], self.v[i], self.pages, slots)
+            write(self.k[i], self.v[i], self.pages, slots)
 
     def attend(
         self, q: list[Tensor], scale: float, window: int | None = None, softcap: float | None = None
@@ -167,7 +173,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     out = together.attend(q, 0.2)
     for i, (before, _) in enumerate(MIXES["uneven decodes"]):
         alone = Batch([(before, 1)], torch.float32)
-        ops.write_kv(together.k[i], together.v[i], alone.pages, _slots(alone, before + 1))
+        write(together.k[i], together.v[i], alone.pages, _slots(alone, before + 1))
         assert (alone.attend([q[i]], 0.2)[0] - out[i]).abs().max() < 1e-6
 
 
@@ -180,20 +186,34 @@ def _slots(batch: Batch, count: int) -> Tensor:
 def test_k14_padding_slots_leave_every_owned_page_alone(kv: str) -> None:
     pages = empty_pages(4, 2, 4, 8, KV_DTYPES[kv])
     slots = torch.arange(4, 16)
-    ops.write_kv(torch.randn(12, 2, 8), torch.randn(12, 2, 8), pages, slots)
+    write(torch.randn(12, 2, 8), torch.randn(12, 2, 8), pages, slots)
     before = [tensor.clone() for tensor in pages[:4] if tensor is not None]
     padded = torch.tensor([5, 9, 6, -1])
-    ops.write_kv(torch.randn(4, 2, 8), torch.randn(4, 2, 8), pages, padded)
+    write(torch.randn(4, 2, 8), torch.randn(4, 2, 8), pages, padded)
     for old, new in zip(before, (tensor for tensor in pages[:4] if tensor is not None), strict=True):
         assert torch.equal(old[3].view(torch.uint8), new[3].view(torch.uint8))
         assert not torch.equal(old[1].view(torch.uint8), new[1].view(torch.uint8))
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_writing_by_flat_rows_is_the_meaning(kv: str) -> None:
+    ours, theirs = (empty_pages(5, 3, 4, 8, KV_DTYPES[kv], k_scale=2.0, v_scale=0.5) for _ in range(2))
+    heads = torch.randn(6, 7, 8)
+    k, v = heads[:, :3], heads[:, 4:]  # views, as they come from one product
+    slots = torch.tensor([19, 4, 11, 8, -1, 6])
+    write(k, v, ours, slots)
+    meaning.write_kv(k, v, theirs, slots)
+    for our, their in zip(ours[:4], theirs[:4], strict=True):
+        assert (our is None) == (their is None)
+        if our is not None and their is not None:
+            assert torch.equal(our.view(torch.uint8), their.view(torch.uint8))
 
 
 def round_trip(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """x [T, H, D] through a page and back, read by attention to that token alone."""
     tokens, heads, dim = x.shape
     pages = empty_pages(tokens + 1, heads, 1, dim, dtype, k_scale=scale, v_scale=scale)
-    ops.write_kv(x, x, pages, torch.arange(1, tokens + 1))
+    write(x, x, pages, torch.arange(1, tokens + 1))
     table = torch.arange(1, tokens + 1).unsqueeze(1)
     batch = ops.PagedBatch(table, torch.ones(tokens, dtype=torch.int64), torch.arange(tokens + 1))
     groups = ops.group_rows(batch, ops.Geometry(heads, 1, None, torch.float32))
