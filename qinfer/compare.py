@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 import qinfer
+from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.engine.engine import Engine
@@ -167,7 +168,7 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
 
 def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fidelity.Logits:
     """Loads the model into an engine with a KV pool for one window; gives its logits of any token ids."""
-    decoder = load_decoder(checkpoint, dtype=serving.dtype)
+    decoder = load_decoder(checkpoint, device=model_device(), dtype=serving.dtype)
     options = EngineOptions(
         kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=window // 16 + 2, enable_prefix_caching=False
     )

@@ -3,7 +3,10 @@
 Read when asked, never at import, and nowhere else: whoever wants to know how the environment changes what
 qinfer does reads this page. Only the standard library, so that planning memory needs no torch.
 
-    QINFER_CACHE  folder of converted models (else $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
+    QINFER_CACHE    folder of converted models (else $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
+    QINFER_BACKEND  auto: on a GPU the Triton kernels, and torch where they decline an input; torch: never a
+                    Triton kernel; triton: an error where they decline
+    QINFER_CHECK    1: on a GPU every op runs both ways, and the first difference is an error; slow
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ CPU_FEATURES = (
     "bf16",
 )
 
+BACKENDS = ("auto", "torch", "triton")
+
 
 def cache_dir() -> Path:
     """Folder for converted models; made by whoever writes into it."""
@@ -36,6 +41,22 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qinfer"
+
+
+def backend() -> str:
+    """QINFER_BACKEND: "auto" unless set; UserError for a value that is none of BACKENDS."""
+    chosen = os.environ.get("QINFER_BACKEND") or "auto"
+    if chosen not in BACKENDS:
+        raise UserError(f"QINFER_BACKEND must be one of {', '.join(BACKENDS)}, not {chosen!r}")
+    return chosen
+
+
+def check() -> bool:
+    """Whether QINFER_CHECK asks to compare both ways of every op; UserError for a value but 0 or 1."""
+    chosen = os.environ.get("QINFER_CHECK") or "0"
+    if chosen not in ("0", "1"):
+        raise UserError(f"QINFER_CHECK must be 0 or 1, not {chosen!r}")
+    return chosen == "1"
 
 
 class HostMemory(NamedTuple):

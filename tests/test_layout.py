@@ -102,9 +102,12 @@ def test_kernels_know_torch_triton_and_the_standard_library():
         assert strangers <= {"qinfer"}, f"{module} imports {strangers}"
 
 
-def test_only_ops_imports_kernels():
+def test_only_ops_and_its_choice_of_a_twin_import_kernels():
     outside = importers("qinfer.kernels") - inside(set(IMPORTS), "qinfer.kernels")
-    assert outside == {"qinfer.ops"}
+    assert outside == {"qinfer.ops", "qinfer.backend"}
+    assert not {name for name in IMPORTS["qinfer.backend"] if name.endswith("_triton")} - {
+        "qinfer.kernels.ahead_triton"
+    }
 
 
 def test_model_knows_no_engine_calibration_or_evaluation():

@@ -35,6 +35,7 @@ from qinfer.engine.runner import Runner, StepRunner
 from qinfer.engine.sampler import Sampled, Spell, describe, sample
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.sizing import size_pool
+from qinfer.engine.warmup import warm_up
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.outputs import RequestOutput
@@ -79,6 +80,7 @@ class Engine:
             device = decoder.device
             pool = KVPool(config, num_pages, page_size, kv_cache_dtype, scales=kv_scales, device=device)
             runner = Runner(decoder, pool)
+            warm_up(runner, self.limits)
         self.runner = runner
         self.pages = PagePool(num_pages, page_size, caching=options.enable_prefix_caching)
         self.scheduler = Scheduler(self.limits, self.pages)

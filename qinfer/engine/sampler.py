@@ -44,16 +44,14 @@ def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> li
     """One token for each row of logits [S, V]; `spell` gives log-probabilities their text."""
     with torch.inference_mode():
         adjusted = _adjust(logits, sequences)
-        largest, ids = adjusted.max(1)
-        broken = largest.isnan()
-        rows = [i for i, seq in enumerate(sequences) if not seq.request.params.greedy]
-        if rows:
-            where = torch.tensor(rows, device=logits.device)
-            ids[where] = _draw(adjusted[where], [sequences[i] for i in rows])
-        ids.masked_fill_(broken, 0)
-        logprobs = _sample_logprobs(logits, ids, sequences, spell)
-        chosen = zip(ids.tolist(), broken.tolist(), strict=True)
-        return [Sampled(token, logprobs.get(i), bad) for i, (token, bad) in enumerate(chosen)]
+        if all(seq.request.params.greedy for seq in sequences):
+            ids = ops.greedy(adjusted)
+        else:
+            ids = _draw(adjusted, sequences)
+        logprobs = _sample_logprobs(logits, ids.clamp(min=0), sequences, spell)
+        return [
+            Sampled(max(token, 0), logprobs.get(i), broken=token < 0) for i, token in enumerate(ids.tolist())
+        ]
 
 
 def describe(logits: Tensor, ids: Tensor, num_top: int, spell: Spell | None) -> list[dict[int, Logprob]]:
@@ -143,14 +141,19 @@ def _padded(lists: list[list[int]], fill: int) -> Tensor:
 
 
 def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
+    """One token per row [S], -1 for NaN; greedy rows among the others."""
     params = [seq.request.params for seq in sequences]
-    device = logits.device
-    temperature = torch.tensor([p.temperature for p in params], device=device)
-    filtered = ops.filter_logits(
-        logits / temperature.unsqueeze(1),
-        torch.tensor([p.top_k for p in params], device=device),
-        torch.tensor([p.top_p for p in params], device=device),
-        torch.tensor([p.min_p for p in params], device=device),
-    )
-    numbers = [uniform(seq.seed, seq.num_output) for seq in sequences]
-    return ops.draw(filtered, torch.tensor(numbers, dtype=torch.float64, device=device))
+    numbers = [0.0 if s.request.params.greedy else uniform(s.seed, s.num_output) for s in sequences]
+
+    def on_device(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=logits.device)
+
+    limits: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None)
+    if any(p.top_k or p.top_p < 1 or p.min_p for p in params if not p.greedy):
+        limits = (
+            on_device([0 if p.greedy else p.top_k for p in params], torch.int64),
+            on_device([1.0 if p.greedy else p.top_p for p in params]),
+            on_device([0.0 if p.greedy else p.min_p for p in params]),
+        )
+    temperature = on_device([0.0 if p.greedy else p.temperature for p in params])
+    return ops.sample(logits, on_device(numbers, torch.float64), temperature, *limits)

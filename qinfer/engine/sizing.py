@@ -1,8 +1,9 @@
 """How large the KV pool becomes: the ledger of `memory.py` filled in with what was loaded.
 
 On the CPU the pool is taken from the RAM that is available after the weights are in, and is as large as
-`max_num_seqs` full sequences at most; pages that are never used cost nothing there. A fixed number of pages,
-a number of bytes for them, or a budget for everything overrides this.
+`max_num_seqs` full sequences at most; pages that are never used cost nothing there. On a GPU it is what a
+share of the device leaves, `gpu_memory_utilization`. A fixed number of pages, a number of bytes for them, or
+a budget for everything overrides this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from qinfer.engine import footprint, memory
@@ -47,13 +49,25 @@ def size_pool(
     if num_pages is not None and options.memory is None:
         budget = demand.total + num_pages * page.num_bytes
     else:
-        available = host_memory().available + weights  # they are loaded already
-        max_tokens = limits.max_num_seqs * limits.max_model_len
-        budget = memory.cpu_budget(available, demand, page, max_tokens, options.memory)
+        available = available_memory(decoder.device) + weights  # they are loaded already
+        if decoder.device.type == "cpu":
+            max_tokens = limits.max_num_seqs * limits.max_model_len
+            budget = memory.cpu_budget(available, demand, page, max_tokens, options.memory)
+        else:
+            total = torch.cuda.mem_get_info(decoder.device)[1]
+            budget = memory.budget_for(total, available, options.gpu_memory_utilization, options.memory)
     ledger = memory.plan(label, budget, demand, page, limits.max_model_len, num_pages)
     if options.max_model_len is not None and options.num_kv_blocks is None:
         memory.require_full_length(ledger)
     return replace(ledger, unquantized=_unquantized(decoder, ledger, activations))
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of the device that this process may still fill: free ones, and those that torch keeps for it."""
+    if device.type == "cpu":
+        return host_memory().available
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _unquantized(decoder: Decoder, ledger: Ledger, activations: int) -> Ledger | None:

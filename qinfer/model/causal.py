@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qinfer import ops
+from qinfer.model.heads import Heads
 
 
 class CausalAttention:
@@ -19,14 +20,13 @@ class CausalAttention:
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        heads: Heads,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
+        q, k, v = heads.turned()
         return ops.attention(
             q, k, v, num_sequences=self.num_sequences, scale=scale, window=window, softcap=softcap
         )

@@ -87,12 +87,16 @@ class Layer:
         """The residual stream before the layer -> after it, [T, H]."""
         config = self.config
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
-        x = ops.rms_norm(hidden, self.input_norm, eps, offset=offset)
-        x = self.attention(x, rope, attend, tap)
+        qkv_codes = self.attention.qkv.codes if tap is None else None
+        mlp_codes = self.mlp.gate_up.codes if tap is None else None
+        normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset)
+        x = self.attention(normed, rope, attend, tap)
         if self.attention_out_norm is not None:
             x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
-        x, hidden = ops.add_rms_norm(x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier)
-        x = self.mlp(x, tap)
+        normed, hidden = ops.add_rms_norm_to(
+            mlp_codes, x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier
+        )
+        x = self.mlp(normed, tap)
         if self.mlp_out_norm is not None:
             x = ops.rms_norm(x, self.mlp_out_norm, eps, offset=offset)
         return torch.add(hidden, x, alpha=multiplier)

@@ -3,6 +3,9 @@
 Linears that share their input (q, k, v; gate, up) are one product, which on a CPU saves two of three calls
 and two of three quantizations of the input. Biases belong to the model, not to the scheme: they are added
 afterwards.
+
+Where the scheme multiplies 8-bit activations, `codes` says of which kind, so that whoever makes the input may
+quantize it on the way; it may also come as plain numbers.
 """
 
 from __future__ import annotations
@@ -12,9 +15,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from qinfer.quant.scheme import Scheme
+from qinfer import ops
+from qinfer.quant.scheme import ActivationFormat, Scheme
 
 FileTensors = tuple[Scheme, Mapping[str, Tensor]]  # a linear as it lies in the file
+
+CODES = {
+    ActivationFormat.NONE: None,
+    ActivationFormat.INT8_PER_TOKEN: torch.int8,
+    ActivationFormat.FP8_PER_TOKEN: torch.float8_e4m3fn,
+}
 
 
 class Linear:
@@ -35,7 +45,12 @@ class Linear:
         self.scheme = scheme
         self.prepared = scheme.prepare(tensors, device, dtype)
         self.bias = bias
+        self.codes = CODES[scheme.activations]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self.scheme.matmul(x, self.prepared)
+    def __call__(self, x: ops.Activations) -> Tensor:
+        out = self.product(x)
         return out if self.bias is None else out + self.bias
+
+    def product(self, x: ops.Activations) -> Tensor:
+        """[T, N] without the bias."""
+        return self.scheme.matmul(x, self.prepared)

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from qinfer import ops
 from qinfer.config import ModelConfig
+from qinfer.model.heads import Heads
 from qinfer.model.linear import Linear
 from qinfer.model.rotary import Rope
 
@@ -27,15 +27,13 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        heads: Heads,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] after the rotation, possibly views; returns [T, Hq, D]."""
+        """Heads as they were projected; turns them, and returns [T, Hq, D]."""
         ...
 
 
@@ -49,22 +47,30 @@ class Attention:
         self.index = index
         self.qkv = qkv
         self.o = o
-        self.q_norm = norms.get("self_attn.q_norm.weight")
-        self.k_norm = norms.get("self_attn.k_norm.weight")
         self.window = config.windows[index]
+        self.head_norms: ops.HeadNorms | None = None
+        if "self_attn.q_norm.weight" in norms:
+            q_norm, k_norm = norms["self_attn.q_norm.weight"], norms["self_attn.k_norm.weight"]
+            self.head_norms = ops.HeadNorms(q_norm, k_norm, config.rms_norm_eps, config.norm_offset)
 
-    def __call__(self, x: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
-        """x [T, H], normed -> [T, H]."""
+    def __call__(self, x: ops.Activations, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
+        """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
         config = self.config
         if tap is not None:
+            assert isinstance(x, Tensor)
             tap("qkv", x)
-        heads = self.qkv(x).view(len(x), -1, config.head_dim)
-        q, k, v = self._turned(heads, rope)
+        rotation = rope.full if self.window is None else rope.local
+        heads = Heads(
+            self.qkv.product(x),
+            config.num_kv_heads,
+            config.head_dim,
+            self.qkv.bias,
+            self.head_norms,
+            rotation if config.rotary_layers[self.index] else None,
+        )
         context = attend(
             self.index,
-            q,
-            k,
-            v,
+            heads,
             scale=config.attention_scale,
             window=self.window,
             softcap=config.attention_softcap,
@@ -72,20 +78,6 @@ class Attention:
         if tap is not None:
             tap("o", context)
         return self.o(context)
-
-    def _turned(self, heads: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
-        """Splits [T, Hq + 2 Hkv, D]; queries and keys turn together, in one op."""
-        config = self.config
-        num_q, num_kv = config.num_heads, config.num_kv_heads
-        qk, v = heads[:, : num_q + num_kv], heads[:, num_q + num_kv :]
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(qk[:, :num_q], self.q_norm, config.rms_norm_eps, offset=config.norm_offset)
-            k = ops.rms_norm(qk[:, num_q:], self.k_norm, config.rms_norm_eps, offset=config.norm_offset)
-            qk = torch.cat((q, k), dim=1)
-        if config.rotary_layers[self.index]:
-            rotation = rope.full if self.window is None else rope.local
-            qk = ops.rope(qk, rotation.cos, rotation.sin)
-        return qk[:, :num_q], qk[:, num_q:], v
 
 
 class Mlp:
@@ -96,11 +88,12 @@ class Mlp:
         self.down = down
         self.activate = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
-    def __call__(self, x: Tensor, tap: Tap | None = None) -> Tensor:
-        """x [T, H], normed -> [T, H]."""
-        if tap is not None:
-            tap("gate_up", x)
+    def __call__(self, x: ops.Activations, tap: Tap | None = None) -> Tensor:
+        """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
+        if tap is None:
+            return self.down(ops.gated_to(self.down.codes, self.activate, self.gate_up(x)))
+        assert isinstance(x, Tensor)
+        tap("gate_up", x)
         inner = self.activate(self.gate_up(x))
-        if tap is not None:
-            tap("down", inner)
+        tap("down", inner)
         return self.down(inner)

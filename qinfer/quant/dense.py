@@ -48,7 +48,8 @@ class Dense:
     ) -> dict[str, Tensor]:
         return {"weight": tensors["weight"].to(device, dtype)}
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.dense(x, prepared["weight"])
 
     def group(self) -> dict[str, Any] | None:

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from qinfer.ops import Activations
+
 
 class ActivationFormat(Enum):
     """What happens to a linear's input before it is multiplied."""
@@ -74,8 +76,8 @@ class Scheme(Protocol):
         """File layout -> kernel layout, once, at load; `dtype` is that of the activations to come."""
         ...
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
-        """x [T, K] -> [T, N] in x's dtype (no bias)."""
+    def matmul(self, x: Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+        """x [T, K] -> [T, N] in x's dtype (no bias); x may be codes where `activations` says so."""
         ...
 
     def group(self) -> dict[str, Any] | None:

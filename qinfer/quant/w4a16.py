@@ -84,15 +84,19 @@ class W4A16:
         return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        codes = torch.cat([self._codes(shard) for shard in shards])
-        scale = torch.cat([shard["weight_scale"] for shard in shards])
-        if self.symmetric:
-            return self._file_tensors(codes, scale, None)
-        # Zero points are packed down the rows, so shards are joined unpacked: 8 rows share a word.
-        zero_points = [
-            unpack_zero_points(s["weight_zero_point"], 4, int(s["weight_shape"][0])) for s in shards
-        ]
-        return self._file_tensors(codes, scale, torch.cat(zero_points))
+        fused = {
+            name: torch.cat([shard[name] for shard in shards]) for name in ("weight_packed", "weight_scale")
+        }
+        rows = [int(shard["weight_shape"][0]) for shard in shards]
+        fused["weight_shape"] = torch.tensor([sum(rows), int(shards[0]["weight_shape"][1])])
+        if not self.symmetric:
+            # Zero points are packed down the rows, so shards are joined unpacked: 8 rows share a word.
+            zero_points = [
+                unpack_zero_points(shard["weight_zero_point"], 4, count)
+                for shard, count in zip(shards, rows, strict=True)
+            ]
+            fused["weight_zero_point"] = pack_zero_points(torch.cat(zero_points), 4)
+        return fused
 
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -104,7 +108,8 @@ class W4A16:
         weight = tensors["weight_packed"].view(torch.uint8)
         return ops.pack_w4a16(weight.to(device), scale.to(device, dtype), zero.to(device, torch.uint8))
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.w4a16(x, prepared)
 
     def group(self) -> dict[str, Any] | None:

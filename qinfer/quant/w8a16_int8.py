@@ -71,10 +71,12 @@ class W8A16Int8:
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        weight = self._codes(tensors).to(device)
+        packed = tensors["weight_packed"].to(device)
+        weight = ops.pack_w8a16_int8(unpack(packed, 8, int(tensors["weight_shape"][1])))
         return {"weight": weight, "weight_scale": tensors["weight_scale"].flatten().to(device, dtype)}
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+        assert isinstance(x, Tensor)
         return ops.w8a16_int8(x, prepared["weight"], prepared["weight_scale"])
 
     def group(self) -> dict[str, Any] | None:

@@ -55,10 +55,10 @@ class W8A8Fp8:
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        weight = ops.widen_w8a8_fp8(tensors["weight"].to(device), dtype)
+        weight = ops.pack_w8a8_fp8(tensors["weight"].to(device), dtype)
         return {"weight": weight, "weight_scale": tensors["weight_scale"].flatten().to(device, torch.float32)}
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
         return ops.w8a8_fp8(x, prepared["weight"], prepared["weight_scale"])
 
     def group(self) -> dict[str, Any] | None:

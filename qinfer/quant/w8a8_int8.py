@@ -65,7 +65,7 @@ class W8A8Int8:
         weight = ops.pack_w8a8_int8(tensors["weight"].to(device))
         return {"weight": weight, "weight_scale": tensors["weight_scale"].flatten().to(device, torch.float32)}
 
-    def matmul(self, x: Tensor, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
         return ops.w8a8_int8(x, prepared["weight"], prepared["weight_scale"])
 
     def group(self) -> dict[str, Any] | None:

@@ -164,7 +164,7 @@ def test_float8_is_the_meaning(dtype, num_tokens):
     weight = (normal(48, 192) * 200).to(torch.float8_e4m3fn)
     weight[0] = 448  # sums of the largest codes, beyond what float16 holds
     x, scale = normal(num_tokens, 192).abs().to(dtype), normal(48).abs() / 1e4
-    y = ops.w8a8_fp8(x, ops.widen_w8a8_fp8(weight, dtype), scale)
+    y = ops.w8a8_fp8(x, ops.pack_w8a8_fp8(weight, dtype), scale)
     assert y.dtype is dtype
     assert torch.isfinite(y).all()
     assert error_ratio(y, w8a8_fp8.w8a8_fp8(x.float(), weight, scale)) < bound

@@ -1,0 +1,67 @@
+"""Compiles what a model's steps will launch, before the first request.
+
+A kernel's variant depends on the model's shapes, which are all there, and on a step's number of tokens or
+sequences only by size classes: the tables' rows end at powers of two, the formulas' somewhere between. So a
+step of every power of two, and of one and a half times that, asks for all. The steps run as real ones do, but
+nothing is computed by kernels (`backend.compiling_ahead`) and nothing is stored in the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from qinfer import backend, ops
+from qinfer.engine.options import StepLimits
+from qinfer.engine.plan import Chunk, StepPlan
+from qinfer.engine.runner import Runner
+
+
+def warm_up(runner: Runner, limits: StepLimits) -> None:
+    """Compiles the kernels of every step within `limits`, where there are any that run unchecked."""
+    chosen = backend.settings()
+    if runner.decoder.device.type == "cpu" or chosen.backend == "torch" or chosen.check:
+        return  # a check would compare garbage
+    with backend.compiling_ahead():
+        for plan in plans(limits):
+            ids = {chunk.seq_id: [0] * chunk.stop for chunk in plan.chunks}
+            logits = runner.run(plan, ids).logits
+            _ask_for_tokens(logits)
+
+
+def plans(limits: StepLimits) -> Iterator[StepPlan]:
+    """Steps of single tokens for up to max_num_seqs sequences, then of prompts; all in page 1."""
+    for count in sizes(limits.max_num_seqs):
+        yield StepPlan(tuple(Chunk(i, 0, 1, (1,), sample=True) for i in range(count)))
+    for count in sizes(limits.max_num_batched_tokens):
+        starts = range(0, count, limits.max_model_len)
+        lengths = [min(limits.max_model_len, count - start) for start in starts]
+        if max(lengths) > 1:
+            yield StepPlan(
+                tuple(
+                    Chunk(i, 0, length, (1,) * -(-length // limits.block_size), sample=True)
+                    for i, length in enumerate(lengths)
+                )
+            )
+
+
+def sizes(largest: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12 ... and `largest`."""
+    size = 1
+    while size < largest:
+        yield size
+        if size > 1 and size * 3 // 2 < largest:
+            yield size * 3 // 2
+        size *= 2
+    yield largest
+
+
+@torch.inference_mode()
+def _ask_for_tokens(logits: torch.Tensor) -> None:
+    """The ways of the sampler: greedy, a draw, a draw within limits."""
+    ops.greedy(logits)
+    numbers = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
+    one = torch.ones(len(logits), device=logits.device)
+    ops.sample(logits, numbers, one, None, None, None)
+    ops.sample(logits, numbers, one, one.long(), one, one)
