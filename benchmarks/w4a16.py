@@ -9,7 +9,8 @@ kernel of this project alone, `call` what the op does after its table was asked,
 to unpack the weight and call torch.mm. `share` is the time that the roofline leaves, over that of `call`.
 
 --tune times a short list of tiles for each number of tokens, each with the ways to cut the output that fill
-the GPU evenly, and writes the fastest as rows of the table (kernels/configs). It compiles on all cores first.
+the GPU evenly (cuts.py), the best three with other distances to fetch ahead too, and writes the fastest as
+rows of the table (kernels/configs). It compiles on all cores first.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from cuts import cuts
 from graph_timing import L2_TWICE, copy_bandwidth, microseconds
 from torch import Tensor
 
@@ -48,29 +50,29 @@ Config = dict[str, int]
 
 # BM, BN, MODE, UNROLL, WARPS, STAGES, REGISTERS (0: as many as the compiler likes)
 MANY = (
-    *((256, 128, 0, 1, 8, 3, 0), (256, 64, 0, 1, 4, 3, 0), (128, 128, 0, 1, 8, 3, 0)),
-    *((128, 128, 0, 1, 4, 2, 0), (128, 64, 0, 1, 4, 3, 0), (128, 256, 0, 1, 8, 3, 0)),
+    *((256, 128, 0, 1, 8, 3, 0), (256, 64, 0, 1, 4, 3, 0), (128, 64, 0, 1, 4, 3, 0)),
+    (128, 128, 0, 1, 8, 3, 0),
 )
 CANDIDATES = {
     8: (
-        *((8, 64, 1, 1, 2, 6, 0), (8, 64, 1, 2, 2, 4, 0), (8, 64, 1, 2, 2, 3, 0)),
-        *((8, 128, 1, 2, 4, 3, 0), (8, 32, 1, 2, 1, 4, 0), (8, 64, 1, 1, 2, 8, 0)),
+        *((8, 32, 1, 2, 1, 4, 0), (8, 64, 1, 2, 2, 4, 0), (8, 64, 1, 2, 2, 3, 0)),
+        *((8, 64, 1, 1, 2, 6, 0), (8, 64, 1, 1, 2, 8, 0), (8, 128, 1, 2, 4, 3, 0)),
     ),
     16: (
-        *((16, 128, 1, 1, 4, 5, 0), (16, 128, 1, 1, 4, 5, 128), (16, 128, 1, 2, 4, 2, 168)),
-        *((16, 128, 1, 2, 4, 3, 168), (16, 64, 1, 2, 4, 3, 0), (16, 64, 1, 1, 4, 6, 0)),
+        *((16, 128, 1, 1, 4, 5, 168), (16, 128, 1, 1, 4, 4, 168), (16, 128, 1, 1, 4, 5, 0)),
+        *((16, 64, 1, 1, 4, 6, 0), (16, 64, 1, 2, 4, 3, 0), (16, 32, 1, 1, 1, 5, 0), (16, 64, 1, 1, 2, 6, 0)),
     ),
     32: (
-        *((32, 128, 1, 1, 4, 4, 0), (32, 128, 1, 1, 4, 4, 168), (32, 64, 1, 1, 4, 5, 0)),
-        *((32, 64, 1, 2, 4, 3, 0), (32, 128, 0, 1, 4, 4, 168), (32, 128, 1, 1, 4, 5, 0)),
+        *((32, 128, 1, 1, 4, 4, 168), (32, 128, 1, 1, 4, 5, 0), (32, 64, 1, 1, 4, 5, 0)),
+        *((32, 64, 1, 2, 4, 3, 0), (32, 128, 1, 1, 4, 4, 0)),
     ),
     64: (
-        *((64, 128, 0, 1, 4, 4, 0), (64, 128, 0, 1, 4, 3, 168), (64, 64, 0, 1, 4, 4, 0)),
-        *((64, 64, 0, 1, 4, 3, 0), (64, 64, 0, 2, 4, 2, 0), (64, 128, 1, 1, 4, 4, 0)),
+        *((64, 128, 1, 1, 4, 4, 0), (64, 128, 0, 1, 4, 4, 0), (64, 128, 0, 1, 4, 3, 168)),
+        *((64, 64, 0, 1, 4, 4, 0), (64, 64, 0, 1, 4, 3, 0), (64, 64, 1, 1, 4, 4, 0)),
     ),
     128: (
-        *((128, 64, 0, 1, 4, 3, 0), (128, 64, 0, 1, 4, 2, 168), (64, 128, 0, 1, 4, 3, 168)),
-        *((128, 128, 0, 1, 8, 3, 0), (128, 128, 0, 1, 4, 2, 0), (64, 64, 0, 1, 4, 3, 0)),
+        *((128, 64, 0, 1, 4, 3, 0), (64, 128, 0, 1, 4, 3, 168), (64, 64, 0, 1, 4, 3, 0)),
+        *((128, 128, 0, 1, 8, 3, 0), (128, 128, 0, 1, 4, 2, 0)),
     ),
     256: MANY,
     512: MANY,
@@ -82,26 +84,7 @@ def candidates(m: int) -> list[Config]:
     """Tiles to try for m tokens. Tokens come by the copy engine where there are many."""
     names = ("BM", "BN", "MODE", "UNROLL", "WARPS", "STAGES", "REGISTERS")
     found = [dict(zip(names, values, strict=True)) for values in CANDIDATES[m]]
-    return [tile | {"TMA": int(tile["BM"] >= 64), "PDL": 1} for tile in found]
-
-
-def cuts(tile: Config, m: int, n: int, k: int, cores: int) -> Iterator[Config]:
-    """Ways to cut the tiles into programs that fill 1 to 4 programs a core, or multiples of that, evenly."""
-    number = -(-n // tile["BN"]) * -(-m // tile["BM"])
-    steps = -(-k // (w4a16.INPUTS * tile["UNROLL"]))
-    for slots in (cores, 2 * cores, 3 * cores, 4 * cores):
-        whole, rest = divmod(number, slots)
-        if whole == 0:
-            if 1 < slots // number <= min(steps, 16):
-                yield {"SLOTS": slots, "SPLIT": slots // number, "CUT": 0}
-            if 0.5 < number / slots < 0.9:
-                yield {"SLOTS": slots, "SPLIT": 2, "CUT": round(32 * number / slots)}
-        elif whole < 8 and rest > slots / 2:
-            yield {"SLOTS": slots, "SPLIT": 2, "CUT": round(32 * rest / slots)}
-        elif whole < 8 and rest:
-            yield {"SLOTS": slots, "SPLIT": slots // rest, "CUT": 0}
-    if number >= 0.6 * cores:
-        yield {"SLOTS": 1, "SPLIT": 1, "CUT": 0}
+    return [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 4} for tile in found]
 
 
 class Weight(NamedTuple):
@@ -137,6 +120,10 @@ def rotate(call: Callable[[Any], Tensor], weights: list[Any], least: int) -> flo
     return microseconds([partial(call, weights[i % len(weights)]) for i in range(number)], 9)
 
 
+def timed(tile: Config, x: Tensor, weight: Weight) -> float:
+    return rotate(partial(own, tile, x), weight.packed, 4 if x.shape[0] > 256 else 10)
+
+
 def compile_one(tile: Config) -> str:
     """Compiles a tile's kernel, for a weight that is just large enough, into Triton's cache."""
     codes = torch.zeros(256, 128, dtype=torch.uint8, device="cuda")
@@ -144,7 +131,7 @@ def compile_one(tile: Config) -> str:
     packed = w4a16.pack_fragments(codes, scale, codes[:, :2])
     x = torch.zeros(tile["BM"], 256, dtype=torch.bfloat16, device="cuda")
     try:
-        own(tile | {"SLOTS": 9, "SPLIT": 2, "CUT": 0}, x, packed)
+        own(tile | {"SLOTS": 99, "PIECES": 99}, x, packed)
         torch.cuda.synchronize()
     except Exception as error:  # whatever the compiler says of a candidate
         return f"{tile}: {error}"
@@ -167,13 +154,16 @@ def tune(shapes: list[tuple[int, int]], tokens: list[int]) -> dict[str, Any]:
             base = rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, 6)
             times = []
             for tile in candidates(m):
-                for cut in cuts(tile, m, n, k, cores):
-                    whole = tile | cut
-                    if not error_ratio(own(whole, x, weight.packed[0]), expected) < 4e-3:
+                number = -(-n // tile["BN"]) * -(-m // tile["BM"])
+                for way in cuts(number, -(-k // (w4a16.INPUTS * tile["UNROLL"])), cores):
+                    whole = tile | way
+                    if error_ratio(own(whole, x, weight.packed[0]), expected) < 4e-3:
+                        times.append((timed(whole, x, weight), whole))
+                    else:
                         print("wrong:", n, k, m, whole)
-                        continue
-                    time = rotate(partial(own, whole, x), weight.packed, 4 if m > 256 else 10)
-                    times.append((time, whole))
+            times.sort(key=lambda entry: entry[0])
+            best = [tile | {"AHEAD": ahead} for _, tile in times[:3] for ahead in (0, 8, 16)]
+            times += [(timed(tile, x, weight), tile) for tile in best]
             times.sort(key=lambda entry: entry[0])
             measured += [(n, k, m, base, *entry) for entry in times]
             rows.setdefault(f"{n}x{k}", []).append([m, times[0][1]])

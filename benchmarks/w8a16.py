@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from products import Entry, Op, Weight, copies, main, register, splits
+import torch
+from cuts import cuts
+from products import Entry, Op, Weight, copies, main, register
 from torch import Tensor
 
 from qinfer.kernels import w8a16_triton
@@ -36,14 +38,19 @@ PRODUCTS = {
 
 def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
     names = ("BM", "BN", "BK", "num_warps", "num_stages")
+    cores = torch.cuda.get_device_properties("cuda").multi_processor_count
     for values in PRODUCTS[m]:
         tile = dict(zip(names, values, strict=True))
         tiles, steps = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"])
-        for s in splits(tiles, steps) if m <= 512 else [1]:
-            for early in (1, 2) if s > 1 else (0, 1, 2):
-                yield tile | {"SPLITS": s, "EARLY": early}
+        for way in cuts(tiles, steps, cores):
+            for ahead in (4, 16) if m <= 64 else (4,):
+                yield {**tile, "AHEAD": ahead, **way}
     if m >= 1024:
         yield {"WIDEN": 1}
+
+
+def code(entry: Entry) -> Entry:
+    return entry if "WIDEN" in entry else {**entry, "AHEAD": 4, "SLOTS": 99, "PIECES": 99}
 
 
 def make_int8(wide: Tensor) -> Weight:
@@ -81,8 +88,10 @@ def call_fp8(inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tenso
 
 
 OPS = {
-    "w8a16_int8": Op("w8a16_int8", make_int8, given, exact, run_int8, call_int8, None, candidates, 3e-3),
-    "w8a16_fp8": Op("w8a16_fp8", make_fp8, given, exact, run_fp8, call_fp8, None, candidates, 3e-3),
+    "w8a16_int8": Op(
+        "w8a16_int8", make_int8, given, exact, run_int8, call_int8, None, candidates, 3e-3, code
+    ),
+    "w8a16_fp8": Op("w8a16_fp8", make_fp8, given, exact, run_fp8, call_fp8, None, candidates, 3e-3, code),
 }
 
 

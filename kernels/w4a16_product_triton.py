@@ -10,8 +10,7 @@ MODE says where a group's scale goes:
     0   into the weight, rounded to 16 bits; one running sum
     1   onto the group's sum, in float32: the weight stays exact, and few tokens need fewer instructions
 
-A program has one tile of output, or a piece of its inputs: then whichever piece comes last adds all of them
-in their order, so the bits are always the same.
+A program has one tile of output, or an equal share of the steps of several (see pieces.py).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from qinfer.kernels.pieces_triton import share
 from qinfer.kernels.w4a16_unpack_triton import (
     TILE_WORDS,
     group_scale,
@@ -61,62 +61,49 @@ def _add(total, a, w, both, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr, SCALE
     return total
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "split", "cut"])
-def product(x, words, scale_zero, out, partials, arrived, M, N, K, x_stride, scale_stride, tiles, blocks,
-            whole, split, cut, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
-            PAIRS_FIRST: tl.constexpr, UNROLL: tl.constexpr, BATCH: tl.constexpr, GROUP: tl.constexpr,
-            EVEN: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
-            SCALE: tl.constexpr, COMPUTE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """One program: an output tile, BN rows of weight by BM tokens; after `whole` such programs, pieces.
+@triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "pieces", "ahead"])
+def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, tiles, blocks, whole, pieces,
+            ahead, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr,
+            UNROLL: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+            STAGES: tl.constexpr, SCALE: tl.constexpr, COMPUTE: tl.constexpr,
+            ASM: tl.constexpr):  # fmt: skip
+    """One program: an output tile, BN rows of weight by BM tokens, or a piece of one or two (pieces.py).
 
-    Of `split` pieces of equal length; or, where cut > 0, of two, the first of `cut` steps.
+    tiles: of 128 inputs; parts: float32 [pieces, 2, BM, BN], for the sums of pieces.
     """
     pid = tl.program_id(0)
     steps = tl.cdiv(tiles, UNROLL)
-    rest = tl.cdiv(N, BN) * blocks - whole
-    piece = tl.where(pid < whole, 0, (pid - whole) // tl.maximum(rest, 1))
-    tile = pid - piece * rest
-    lo = tl.where(cut > 0, piece * cut, piece * steps // split)
-    hi = tl.where(cut > 0, cut + piece * (steps - cut), (piece + 1) * steps // split)
-    if pid < whole:
-        hi = steps
-    row, first = tile // blocks * BN, tile % blocks * BM
+    low, high = share(pid, tl.cdiv(N, BN) * blocks, steps, whole, pieces)
+    first_tile = low // steps
     i, m = tl.arange(0, BN), tl.arange(0, BM)
-    rows = row + i
-    at = words + (row // 64).to(tl.int64) * tiles * TILE_WORDS + row % 64 * 16
-    if PDL:
-        _fetch_ahead(at, lo * UNROLL, tiles, BN)
+    if ASM:
+        _fetch_ahead(words, first_tile // blocks * BN, low % steps * UNROLL, tiles, ahead, BN)
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    wp = at + (i // 64 * (tiles * TILE_WORDS) + i % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
-    xp = x
-    if not TMA:
-        xp = x + (first + m).to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :]
-    total = tl.zeros((BN, BM), tl.float32)
-    for step in tl.range(lo, hi, num_stages=STAGES):
-        a, w, both = _load(x, xp, wp, scale_zero, rows, first, step * UNROLL, M, K, tiles, scale_stride,
-                           BM, GROUP, EVEN, TMA)  # fmt: skip
-        if UNROLL == 2:
-            a2, w2, both2 = _load(x, xp, wp, scale_zero, rows, first, step * 2 + 1, M, K, tiles, scale_stride,
-                                  BM, GROUP, EVEN, TMA)  # fmt: skip
-        total = _add(total, a, w, both, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
-        if UNROLL == 2:
-            total = _add(total, a2, w2, both2, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
-    if (pid < whole) | (split == 1):
-        _store(out, total, row, first, M, N)
-    else:
-        inner = i[:, None] * BM + m[None, :]
-        pieces = partials + (tile - whole).to(tl.int64) * split * (BM * BN)
-        tl.store(pieces + piece * (BM * BN) + inner, total)
-        tl.debug_barrier()  # every thread's part is written before the one that counts says so
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == split - 1:
-            total = tl.zeros((BN, BM), tl.float32)
-            for start in range(0, split, BATCH):
-                for j in tl.static_range(BATCH):
-                    there = inner < (split - start - j) * (BM * BN)  # all or none
-                    total += tl.load(pieces + (start + j) * (BM * BN) + inner, mask=there, other=0.0)
+    for tile in range(first_tile, (high - 1) // steps + 1):
+        lo, hi = tl.maximum(low - tile * steps, 0), tl.minimum(high - tile * steps, steps)
+        row, first = tile // blocks * BN, tile % blocks * BM
+        rows = row + i
+        at = words + (row // 64).to(tl.int64) * tiles * TILE_WORDS + row % 64 * 16
+        wp = at + (i // 64 * (tiles * TILE_WORDS) + i % 64 * 16)[:, None] + tl.arange(0, 16)[None, :]
+        xp = x
+        if not TMA:
+            xp = x + (first + m).to(tl.int64)[:, None] * x_stride + tl.arange(0, 128)[None, :]
+        total = tl.zeros((BN, BM), tl.float32)
+        for step in tl.range(lo, hi, num_stages=STAGES):
+            a, w, both = _load(x, xp, wp, scale_zero, rows, first, step * UNROLL, M, K, tiles, scale_stride,
+                               BM, GROUP, EVEN, TMA)  # fmt: skip
+            if UNROLL == 2:
+                a2, w2, both2 = _load(x, xp, wp, scale_zero, rows, first, step * 2 + 1, M, K, tiles,
+                                      scale_stride, BM, GROUP, EVEN, TMA)  # fmt: skip
+            total = _add(total, a, w, both, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
+            if UNROLL == 2:
+                total = _add(total, a2, w2, both2, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
+        if pid < whole:
             _store(out, total, row, first, M, N)
-            tl.store(arrived + tile, 0)
+        else:
+            part = parts + (2 * (pid - whole) + tile - first_tile) * (BM * BN)
+            tl.store(part + m[None, :] * BN + i[:, None], total)
 
 
 @triton.jit
@@ -129,18 +116,17 @@ def _store(out, total, row, first, M, N):
 
 
 @triton.jit
-def _fetch_ahead(at, g, tiles, BN: tl.constexpr):
-    """Asks the L2 cache for four tiles of words while the kernel that makes the tokens still runs."""
-    line = tl.arange(0, 2 * BN)  # of 128 bytes; BN / 2 a tile
-    tile, line = line // (BN // 2), line % (BN // 2)
-    lines = (
-        at + line // 32 * (tiles * TILE_WORDS) + line % 32 * 32 + tl.minimum(g + tile, tiles - 1) * TILE_WORDS
-    )
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [lines.to(tl.int64)],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+def _fetch_ahead(words, row, g, tiles, ahead, BN: tl.constexpr):
+    """Asks the L2 cache for `ahead` tiles of words while the kernel that makes the tokens still runs."""
+    line = tl.arange(0, BN // 2)  # of 128 bytes
+    lines = words + (row // 64).to(tl.int64) * tiles * TILE_WORDS + row % 64 * 16
+    lines += line // 32 * (tiles * TILE_WORDS) + line % 32 * 32
+    for tile in range(g, tl.minimum(g + ahead, tiles)):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [(lines + tile * TILE_WORDS).to(tl.int64)],
+            tl.int32,
+            is_pure=False,
+            pack=1,
+        )

@@ -19,9 +19,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qinfer.kernels.offline import Variant
+from qinfer.kernels.pieces_triton import add_up, adding_variant, workspace
 from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
 from qinfer.kernels.w4a16 import INPUTS, ROWS
-from qinfer.kernels.w4a16_plan import MAX_TILES, formula, plan
+from qinfer.kernels.w4a16_plan import formula, plan
 from qinfer.kernels.w4a16_product_triton import product
 from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
 
@@ -65,25 +66,25 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
     (m, k), n, dtype = x.shape, out.shape[1], x.dtype
     x = x.float() if INTERPRET and dtype is torch.bfloat16 else x
     how = plan(config, m, n, k)
-    arrived = _arrived(x.device.index or 0)
-    size = (how.programs - how.whole) * how.rows * config["BM"] if how.split > 1 else 0
-    partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    tile_shape = (config["BM"], how.rows)
+    parts = workspace(how.cut, how.rows * config["BM"], x.device)
     tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
-    product[(how.programs,)](
-        tokens, words, scale_zero, out, partials, arrived, m, n, k, x.stride(0), scale_zero.stride(0),
-        words.shape[1], how.blocks, how.whole, how.split, how.cut,
-        **constants(config, how.rows, group, k, dtype),
-        **options(config),
+    product[(how.cut.programs,)](
+        tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
+        how.blocks, *how.cut, config["AHEAD"],
+        **constants(config, how.rows, group, k, dtype), **options(config, group),
     )  # fmt: skip
+    if how.cut.pieces:
+        add_up(parts, None, out, how.cut, how.steps, how.blocks, tile_shape)
 
 
-def options(config: Tile) -> dict[str, Any]:
-    """The compiler's and launcher's options of a row of the table."""
+def options(config: Tile, group: int) -> dict[str, Any]:
+    """The compiler's and launcher's options; small groups have several scales a row, and need registers."""
     return {
         "num_warps": config["WARPS"],
         "num_stages": config["STAGES"],
-        "launch_pdl": bool(config["PDL"]),
-        "maxnreg": config["REGISTERS"] or None,
+        "launch_pdl": not INTERPRET,
+        "maxnreg": config["REGISTERS"] or None if group >= INPUTS else None,
     }
 
 
@@ -94,13 +95,11 @@ def constants(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -
         "BM": config["BM"],
         "BN": rows,
         "MODE": config["MODE"] if group >= INPUTS else 0,
-        "PAIRS_FIRST": config["BM"] == 8,
+        "PAIRS_FIRST": config["BM"] == 8 or config["WARPS"] < 4,
         "UNROLL": config["UNROLL"],
-        "BATCH": max(1, min(4, 8192 // (config["BM"] * rows) * config["WARPS"] // 4)),
         "GROUP": group,
         "EVEN": k % (INPUTS * config["UNROLL"]) == 0,
         "TMA": config["TMA"],
-        "PDL": config["PDL"] and not INTERPRET,
         "STAGES": config["STAGES"],
         "SCALE": scale,
         "COMPUTE": tl.float32 if INTERPRET and dtype is torch.bfloat16 else scale,
@@ -121,14 +120,6 @@ def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
 
 
 @cache
-def _arrived(device: int) -> Tensor:
-    """Counters of pieces, zero between products: one for each tile of output."""
-    return torch.zeros(
-        MAX_TILES, dtype=torch.int32, device="cpu" if INTERPRET else torch.device("cuda", device)
-    )
-
-
-@cache
 def _gpu() -> str:
     return "interpreter" if INTERPRET else gpu_key(torch.cuda.get_device_name())
 
@@ -140,29 +131,29 @@ def _cores() -> int:
 
 def offline_variants() -> Iterator[Variant]:
     """The tables' tiles for Llama-8B's weights and the formula's, in both dtypes; other groups at a few."""
-    seen = set()
     choose = partial(formula, cores=132)
+    found: dict[str, Variant] = {}
     for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (4864, 896)):
         for m in (1, 16, 32, 64, 128, 256, 512, 1024):
             config = tile("w4a16", "nvidia-h200", choose, m, n, k)
+            if "DEQUANTIZE" in config:
+                continue
+            rows = plan(config, m, n, k).rows
             for group, dtype in ((128, torch.bfloat16), (128, torch.float16), (64, torch.bfloat16)):
-                if "DEQUANTIZE" not in config:
-                    variant = _variant(config, plan(config, m, n, k).rows, group, k, dtype)
-                    if variant.name not in seen:
-                        seen.add(variant.name)
-                        yield variant
+                variant = _variant(config, rows, group, k, dtype)
+                found[variant.name] = variant
+            adding = adding_variant((config["BM"], rows), "bf16")
+            found[adding.name] = adding
+    yield from found.values()
 
 
 def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -> Variant:
-    fixed = constants(config, rows, group, k, dtype)
+    fixed, chosen = constants(config, rows, group, k, dtype), options(config, group)
     element = "*bf16" if dtype is torch.bfloat16 else "*fp16"
-    types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "partials": "*fp32"}
-    types["arrived"] = "*i32"
+    types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "parts": "*fp32"}
     if config["TMA"]:
         types["x"] = f"tensordesc<{element[1:]}[{config['BM']},{INPUTS}]>"
     signature = {name: types.get(name, "i32") for name in product.arg_names if name not in fixed}
-    values = " ".join(f"{key}={value}" for key, value in {**fixed, **options(config)}.items())
+    label = " ".join(f"{key}={value}" for key, value in {**fixed, **chosen}.items())
     aligned = ("N", "K", "x_stride", "scale_stride")
-    return Variant(
-        f"w4a16 {values}", product, signature, fixed, options(config), aligned, wants_tensor_cores=True
-    )
+    return Variant(f"w4a16 {label}", product, signature, fixed, chosen, aligned, wants_tensor_cores=True)

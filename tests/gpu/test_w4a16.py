@@ -42,10 +42,6 @@ def exact(x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:
     return x.double() @ w4a16.dequantize_w4(*weight).double().T
 
 
-def counters_are_zero() -> bool:
-    return not w4a16_triton._arrived(0).any()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_any_number_of_tokens(n: int, k: int, dtype: torch.dtype) -> None:
@@ -57,7 +53,6 @@ def test_any_number_of_tokens(n: int, k: int, dtype: torch.dtype) -> None:
         assert out.dtype == dtype
         assert error_ratio(out, exact(x, weight)) < BOUND[dtype], m
         assert torch.equal(out, w4a16_triton.w4a16_fragments(x, **packed)), m
-    assert counters_are_zero()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -70,7 +65,6 @@ def test_groups(group: int, k: int, dtype: torch.dtype) -> None:
     for m in (1, 16, 33, 64, 100, 300, 2000):
         x = randn(m, k, dtype)
         assert error_ratio(w4a16_triton.w4a16_fragments(x, **packed), exact(x, weight)) < BOUND[dtype], m
-    assert counters_are_zero()
 
 
 @pytest.mark.parametrize(("n", "k"), TABLE)
@@ -83,18 +77,17 @@ def test_every_row_of_the_table(n: int, k: int) -> None:
         assert error_ratio(out, exact(x, weight)) < BOUND[torch.bfloat16], m
         for _ in range(3):
             assert torch.equal(out, w4a16_triton.w4a16_fragments(x, **packed)), m
-    assert counters_are_zero()
 
 
 @pytest.mark.parametrize("bm", [shape["BM"] for _, shape in FORMULA])
 @pytest.mark.parametrize(
-    ("slots", "split", "cut"), [(1, 1, 0), (1000, 2, 0), (1000, 7, 0), (1000, 16, 0), (4, 2, 22), (4, 5, 0)]
+    ("slots", "pieces"), [(1, 0), (1000, 21), (1000, 70), (1000, 131), (1000, 320), (4, 7), (4, 40)]
 )
-def test_any_cut_gives_the_same_sum(bm: int, slots: int, split: int, cut: int) -> None:
+def test_any_cut_gives_the_same_sum(bm: int, slots: int, pieces: int) -> None:
     """Pieces are added in their order: each cut has its own bits, and always those."""
     weight = make_weight(640, 4992, 128)
     x = randn(bm + 1, 4992)
-    config = dict(formula(bm, 640, 4992, cores=132)) | {"SLOTS": slots, "SPLIT": split, "CUT": cut}
+    config = dict(formula(bm, 640, 4992, cores=132)) | {"SLOTS": slots, "PIECES": pieces}
     outs = []
     for _ in range(3):
         out = torch.full((bm + 1, 640), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -103,7 +96,6 @@ def test_any_cut_gives_the_same_sum(bm: int, slots: int, split: int, cut: int) -
     assert error_ratio(outs[0], exact(x, weight)) < BOUND[torch.bfloat16]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
-    assert counters_are_zero()
 
 
 def test_all_codes_and_zeros_are_exact() -> None:

@@ -1,0 +1,42 @@
+"""How the output tiles of a product are shared out among programs so that all end together; without a GPU.
+
+28672 rows of weight in tiles of 128, on 132 multiprocessors, show why it matters: 224 tiles are 1.7 each, so
+after one round of 132, and 92 of the second, 40 multiprocessors have nothing to do. Instead the first 132
+tiles stay whole, one a program, and the 92 others are cut into 132 equal pieces. Laid end to end, tile after
+tile, their steps along the inputs are a line; a piece is a stretch of it, from one tile or from two.
+
+The sums of pieces go to a workspace, and a small kernel adds them in their order (pieces_triton.py): the same
+inputs give the same bits. The idea is that of stream-K (Osama et al., 2023).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qinfer.kernels.tiles import Declined
+
+MOST = 16  # pieces of a tile, roughly: more would be slow to add
+
+
+class Cut(NamedTuple):
+    """Programs 0 .. whole - 1 have a tile each; the next `pieces` share the tiles from `whole` on."""
+
+    whole: int
+    pieces: int
+
+    @property
+    def programs(self) -> int:
+        return self.whole + self.pieces
+
+
+def cut(tiles: int, steps: int, slots: int, pieces: int) -> Cut:
+    """A multiple of `slots` tiles whole, the others in `pieces` if that is more than they are.
+
+    Raises Declined where the steps of all tiles are more than 31 bits count.
+    """
+    if tiles * steps >= 1 << 31:
+        raise Declined(f"{tiles} tiles of output in {steps} steps are more than 31 bits count")
+    whole = tiles // slots * slots
+    rest = tiles - whole
+    pieces = min(pieces, MOST * rest, rest * steps)
+    return Cut(whole, pieces) if pieces > rest else Cut(tiles, 0)
