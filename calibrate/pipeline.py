@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,16 +120,19 @@ def prepare(
     return QuantizeJob(source, out, recipe, data, overwrite)
 
 
-def run(job: QuantizeJob, *, progress: bool = True) -> QuantizeReport:
+def run(
+    job: QuantizeJob, *, progress: bool = True, extra_files: Mapping[str, str] | None = None
+) -> QuantizeReport:
     """Quantizes, writes and checks; nothing is left behind unless all of it succeeds.
 
-    Raises CheckpointError for weights that cannot be quantized and a result that cannot be served, UserError
-    where memory does not suffice.
+    `extra_files` are texts by name that appear together with the checkpoint. Raises CheckpointError for
+    weights that cannot be quantized and a result that cannot be served, UserError where memory does not
+    suffice.
     """
     writer = CheckpointWriter(job.source, job.out, overwrite=job.overwrite)
     try:
         with torch.inference_mode():
-            return _run(job, writer, progress)
+            return _run(job, writer, progress, extra_files or {})
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
             raise UserError(
@@ -141,7 +144,9 @@ def run(job: QuantizeJob, *, progress: bool = True) -> QuantizeReport:
         writer.abort()  # does nothing after finish
 
 
-def _run(job: QuantizeJob, writer: CheckpointWriter, progress: bool) -> QuantizeReport:
+def _run(
+    job: QuantizeJob, writer: CheckpointWriter, progress: bool, extra_files: Mapping[str, str]
+) -> QuantizeReport:
     config, scheme = job.source.config, job.recipe.scheme
     start = time.perf_counter()
     written: set[str] = set()
@@ -176,7 +181,8 @@ def _run(job: QuantizeJob, writer: CheckpointWriter, progress: bool) -> Quantize
         seconds=time.perf_counter() - start,
         layers=tuple(layers),
     )
-    writer.finish(quantization_config(scheme, ignore=["lm_head"]), {FILE_NAME: result.to_json()})
+    files = {FILE_NAME: result.to_json(), **extra_files}
+    writer.finish(quantization_config(scheme, ignore=["lm_head"]), files)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -34,6 +35,12 @@ class QuantizeReport:
     propagated: str  # what a layer was calibrated on
     seconds: float
     layers: tuple[LayerReport, ...]
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> QuantizeReport:
+        """The report that `to_dict` wrote; TypeError or KeyError for anything else."""
+        layers = tuple(LayerReport(**layer) for layer in raw["layers"])
+        return cls(**{**raw, "notes": tuple(raw["notes"]), "layers": layers})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

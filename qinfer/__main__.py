@@ -1,6 +1,17 @@
 """`python -m qinfer` is the command `qinfer`."""
 
-from qinfer.cli import main
+import sys
+
+
+def main() -> None:
+    """Runs the command line; an interrupt while it is being imported is told as one that comes later."""
+    try:
+        from qinfer.cli import main as run
+    except KeyboardInterrupt:
+        print("qinfer: interrupted", file=sys.stderr)
+        sys.exit(130)
+    run()
+
 
 if __name__ == "__main__":
     main()

@@ -21,6 +21,13 @@ class UserError(QinferError, ValueError):
         self.parameter = parameter
 
 
+def check_flags(**flags: object) -> None:
+    """UserError for the first keyword that is neither True nor False: a text such as "no" counts as true."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise UserError(f"{name} must be True or False, not {value!r:.100}", name)
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or contradicts itself; names the file or the tensor."""
 

@@ -10,6 +10,7 @@ converted like any other. Folders in the cache appear whole or not at all, also 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -45,12 +46,13 @@ _KINDS = (
 )
 
 
-def resolve(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
+def resolve(model: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None) -> Path:
     """The local folder of safetensors that `model` names, fetched or converted if need be.
 
     `revision` and `token` are for the hub. Raises UserError in one line when the name leads nowhere,
     CheckpointError when what it leads to is damaged. Progress goes to stderr.
     """
+    model = _name(model)
     local = _local(model)
     if local is not None:
         return local
@@ -60,12 +62,22 @@ def resolve(model: str, *, revision: str | None = None, token: str | None = None
     )
 
 
-def config_file(model: str, *, revision: str | None = None, token: str | None = None) -> Path:
+def config_file(
+    model: str | os.PathLike[str], *, revision: str | None = None, token: str | None = None
+) -> Path:
     """The model's config.json; of a model on the hub nothing else is fetched. Raises as `resolve` does."""
+    model = _name(model)
     local = _local(model)
     if local is not None:
         return local / "config.json"
     return _from_hub(model, lambda: hf_hub_download(model, "config.json", revision=revision, token=token))
+
+
+def _name(model: object) -> str:
+    """The name as text; UserError for what can be none."""
+    if not isinstance(model, str | os.PathLike) or not str(model).strip() or "\0" in str(model):
+        raise UserError(f"model must be a name, not {model!r:.100}: {_KINDS}", "model")
+    return str(model)
 
 
 def _local(model: str) -> Path | None:
@@ -73,7 +85,7 @@ def _local(model: str) -> Path | None:
     path = Path(model).expanduser()
     if model == BUILTIN:
         return builtin()
-    if model and path.is_dir():
+    if path.is_dir():
         return path
     if path.suffix == ".gguf":
         if not path.is_file():

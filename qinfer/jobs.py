@@ -4,11 +4,17 @@
 exists; `score_text` measures one model alone. The verdict decides nothing here: it is written beside the
 checkpoint, the command line turns it into an exit code, and serving obeys it. Only a quantized candidate
 gets a certificate; a dense one needs none.
+
+A checkpoint that waits for its verdict carries a note of what it was made by. Where judging was interrupted,
+the same call finds the note and goes on with judging.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import logging
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +22,15 @@ import qinfer
 from qinfer import compare
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.data import DEFAULT_SEED
-from qinfer.calibrate.report import QuantizeReport
-from qinfer.errors import UserError
+from qinfer.calibrate.report import FILE_NAME, QuantizeReport
+from qinfer.checkpoint.files import read_json
+from qinfer.errors import UserError, check_flags
 from qinfer.evals import certificate, perplexity, report, text
 from qinfer.evals.gate import GateResult, profile_named
+
+WAITING_NAME = "qinfer_waiting.json"  # beside a checkpoint without a verdict: the call that made it
+
+logger = logging.getLogger(__name__)
 
 
 class QuantizeResult(NamedTuple):
@@ -61,33 +72,37 @@ def quantize(
 ) -> QuantizeResult:
     """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
 
+    Where an earlier call with the same arguments was stopped while it judged, only the judging is done again.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
+    check_flags(gate=gate, overwrite=overwrite, progress=progress)
+    folder = _folder_to_write(out)
     source = compare.open_model(model, revision=revision, token=hf_token)
-    job = pipeline.prepare(
-        source.checkpoint,
-        source.tokenizer,
-        Path(out),
-        scheme=scheme,
-        method=method,
-        group_size=group_size,
-        symmetric=symmetric,
-        calibration=calibration,
-        num_samples=num_samples,
-        max_seq_len=max_seq_len,
-        seed=seed,
-        overwrite=overwrite,
-    )
-    made = pipeline.run(job, progress=progress)
-    del job
-    gc.collect()  # what calibration held is gone before two models are loaded
+    settings: dict[str, Any] = {
+        "scheme": scheme,
+        "method": method,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "calibration": calibration,
+        "num_samples": num_samples,
+        "max_seq_len": max_seq_len,
+        "seed": seed,
+    }
+    call = {"qinfer": qinfer.__version__, "source": str(source.checkpoint.path.resolve()), **settings}
+    made = _made_before(folder, call) if gate and not overwrite else None
+    if made is None:
+        job = pipeline.prepare(source.checkpoint, source.tokenizer, folder, overwrite=overwrite, **settings)
+        waiting = {WAITING_NAME: json.dumps(call, indent=1, default=repr)} if gate else {}
+        made = pipeline.run(job, progress=progress, extra_files=waiting)
+        del job
+        gc.collect()  # what calibration held is gone before two models are loaded
     judged = None
     if gate:
-        candidate = compare.open_model(str(out))
+        candidate = compare.open_model(str(folder))
         serving = compare.Serving.settle("auto", "auto", candidate.checkpoint)
         judged = _certify(compare.Comparison(candidate, serving, source, profile), progress=progress)
-    return QuantizeResult(Path(out), made, judged)
+    return QuantizeResult(folder, made, judged)
 
 
 def evaluate(
@@ -165,6 +180,22 @@ def score_text(
     )
 
 
+def _folder_to_write(out: object) -> Path:
+    """`out` as a path; UserError for what names no folder, such as "" (which Path takes for ".")."""
+    if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
+        raise UserError(f"out must name a folder to write, not {out!r:.100}", "out")
+    return Path(out)
+
+
+def _made_before(folder: Path, call: dict[str, Any]) -> QuantizeReport | None:
+    """Report of the checkpoint that this very call made in `folder` and that waits for its verdict."""
+    note = folder / WAITING_NAME
+    if not os.path.isfile(note) or read_json(note) != call:  # Path's own raises where a name is too long
+        return None
+    logger.warning("%s was made by this command before and waits for its verdict: judging it", folder)
+    return QuantizeReport.from_dict(read_json(folder / FILE_NAME))
+
+
 def _certify(comparison: compare.Comparison, *, progress: bool) -> GateResult:
     """Judges, and writes certificate and report beside a candidate that needs them to be served."""
     checkpoint = comparison.candidate.checkpoint
@@ -173,4 +204,5 @@ def _certify(comparison: compare.Comparison, *, progress: bool) -> GateResult:
     if checkpoint.is_quantized:
         document = result.to_dict()
         certificate.write(checkpoint.path, document, hashes, report.markdown(document))
+        (checkpoint.path / WAITING_NAME).unlink(missing_ok=True)
     return result

@@ -4,13 +4,14 @@
     llm.generate("The sun is", SamplingParams(max_tokens=20))
     llm.chat([{"role": "user", "content": "Hello"}])
 
-Making one resolves the model's name, opens the checkpoint, asks the gate, loads the weights and allocates the
-KV pool, in this order, so that a refusal costs nothing. What vLLM has and qinfer does not raises
-NotImplementedError with the name; a keyword that neither has is a TypeError.
+It runs on the GPU where there is one. Making one resolves the model's name, opens the checkpoint, asks the
+gate, loads the weights and allocates the KV pool, in this order, so that a refusal costs nothing. What vLLM
+has and qinfer does not raises NotImplementedError with the name; a keyword that neither has is a TypeError.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias
 import torch
 
 from qinfer import hub
+from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.names import layer_modules, layer_prefix
@@ -27,8 +29,8 @@ from qinfer.engine.admission import check_text
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.memory import require_weights_fit
-from qinfer.env import host_memory
-from qinfer.errors import UserError
+from qinfer.engine.sizing import available_memory
+from qinfer.errors import UserError, check_flags
 from qinfer.evals.certificate import GateStatus, require
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.model.decoder import load_decoder
@@ -58,9 +60,9 @@ class LLM:
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
-        tokenizer: str | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
         quantization: str | None = None,
         revision: str | None = None,
@@ -74,13 +76,18 @@ class LLM:
     ) -> None:
         """Loads a folder, hub id, .gguf file or built-in name; other keywords are those of EngineOptions.
 
+        Bytes may be numbers or texts such as memory="24GiB".
         Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
         without a passing verdict (unless `allow_ungated`).
         """
+        check_flags(allow_ungated=allow_ungated, skip_tokenizer_init=skip_tokenizer_init)
         options = engine_options_of(seed, engine_options)
         if dtype != "auto" and dtype not in DTYPES:
             raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
-        self.path = hub.resolve(str(model), revision=revision, token=hf_token)
+        self.path = hub.resolve(model, revision=revision, token=hf_token)
+        self.served_model_names = _served_names(
+            str(model) if served_model_name is None else served_model_name
+        )
         checkpoint = open_checkpoint(self.path)
         _check_quantization(quantization, checkpoint)
         self.config: ModelConfig = checkpoint.config
@@ -96,20 +103,19 @@ class LLM:
             kv_cache_dtype=kv_cache_dtype,
             allow_ungated=allow_ungated,
         )
-        require_weights_fit(checkpoint.num_bytes, host_memory().available, options.memory)
+        device = model_device()
+        require_weights_fit(checkpoint.num_bytes, available_memory(device), options.memory)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
-            folder = hub.resolve(tokenizer, token=hf_token) if tokenizer else self.path
+            folder = self.path if tokenizer is None else hub.resolve(tokenizer, token=hf_token)
             self._tokenizer = Tokenizer.load(folder, chat_template=chat_template)
         self.engine = Engine(
-            load_decoder(checkpoint, dtype=model_dtype),
+            load_decoder(checkpoint, device=device, dtype=model_dtype),
             self._tokenizer,
             replace(options, kv_cache_dtype=kv_cache_dtype),
             kv_scales=scales_in(checkpoint),
             label=_label(checkpoint, model_dtype, kv_cache_dtype),
         )
-        names = served_model_name or str(model)
-        self.served_model_names: tuple[str, ...] = (names,) if isinstance(names, str) else tuple(names)
         self._ids = count()
         self._enqueued: list[str] = []
         self._finished: dict[str, RequestOutput] = {}
@@ -173,6 +179,12 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise UserError(
+                f"messages is a {type(messages).__name__}; it must be a list of messages such as "
+                '{"role": "user", "content": "Hello"}, or a list of such lists',
+                "messages",
+            )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
         prompts = [
@@ -302,6 +314,16 @@ class LLM:
     def _abort(self, ids: Sequence[str] | set[str]) -> None:
         for request_id in ids:
             self.engine.abort(request_id)
+
+
+def _served_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The model's names in the API; UserError for none, or an empty one."""
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not found or not all(isinstance(name, str) and name.strip() for name in found):
+        raise UserError(
+            f"served_model_name must be a name or several, not {names!r:.100}", "served_model_name"
+        )
+    return found
 
 
 def _check_quantization(quantization: str | None, checkpoint: Checkpoint) -> None:

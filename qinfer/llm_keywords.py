@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from qinfer.engine.footprint import parse_size
 from qinfer.engine.options import EngineOptions
 
 # vLLM's keywords that change nothing here, and those that qinfer lacks, with the value that asks for nothing
@@ -51,10 +52,19 @@ def engine_options_of(seed: int, given: Mapping[str, Any]) -> EngineOptions:
             if value != _ABSENT[name]:
                 raise NotImplementedError(f"qinfer does not have LLM({name}={value!r})")
         elif name in known:
-            chosen[name] = None if name == "max_model_len" and value in (-1, "auto") else value
+            chosen[name] = _settled(name, value)
         elif name not in _WITHOUT_EFFECT:
             raise TypeError(f"LLM got an unexpected keyword argument {name!r}")
     return EngineOptions(seed=seed, **chosen)
+
+
+def _settled(name: str, value: Any) -> Any:
+    """The option's value: "auto" lengths are open, and bytes may be written as '24GiB'."""
+    if name == "max_model_len" and value in (-1, "auto"):
+        return None
+    if name in ("memory", "kv_cache_memory_bytes") and isinstance(value, str):
+        return parse_size(value)
+    return value
 
 
 def refuse(**absent: Any) -> None:

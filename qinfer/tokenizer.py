@@ -228,7 +228,11 @@ def _plain_message(i: int, message: Message) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = "\n".join(_text_part(i, part) for part in content)
-    if content is not None and not isinstance(content, str):
+    if content is None and message["role"] == "assistant":
+        content = ""  # it called tools and said nothing; templates join strings
+    if content is None:
+        raise UserError(f"messages[{i}] has no content: only an assistant's may be None", "messages")
+    if not isinstance(content, str):
         raise UserError(
             f"messages[{i}].content must be a string or a list of text parts, not {type(content).__name__}",
             "messages",

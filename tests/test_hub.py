@@ -120,6 +120,15 @@ def test_name_that_leads_nowhere_is_one_line_naming_the_four_kinds(name: str) ->
     assert caught.value.parameter == "model"
 
 
+@pytest.mark.parametrize("name", ["", "  ", None, 123, "a\0b", ["a"]])
+def test_what_can_be_no_name_is_one_line(name: Any) -> None:
+    for find in (hub.resolve, hub.config_file):
+        with pytest.raises(UserError, match=r"model must be a name, not .*local folder") as caught:
+            find(name)
+        assert caught.value.parameter == "model"
+        assert "\n" not in str(caught.value)
+
+
 def test_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.bin").touch()
     with pytest.raises(UserError, match=r"is a file, but not a \.gguf"):

@@ -194,6 +194,53 @@ def test_dtype_and_quantization_are_checked(folder: Path) -> None:
     assert LLM(str(folder), dtype="bfloat16", num_kv_blocks=4).engine.kv_cache_dtype == "bfloat16"
 
 
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"model": ""}, "model must be a name, not ''"),
+        ({"model": None}, "model must be a name, not None"),
+        ({"model": 123}, "model must be a name, not 123"),
+        ({"tokenizer": ""}, "model must be a name, not ''"),
+        ({"allow_ungated": "yes"}, "allow_ungated must be True or False, not 'yes'"),
+        ({"skip_tokenizer_init": 1}, "skip_tokenizer_init must be True or False, not 1"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
+        ({"enable_chunked_prefill": None}, "enable_chunked_prefill must be True or False, not None"),
+        ({"memory": "1KiB"}, "the weights alone need .* memory budget is 1024 B"),
+        ({"memory": "600KiB"}, "needs .* MiB .* memory budget is 614400 B"),
+        ({"memory": "much"}, "'much' is not a size"),
+        ({"memory": 0}, "memory must be a whole number of at least 1, not 0"),
+        ({"memory": 2.5e9}, "memory must be a whole number"),
+        ({"seed": "x"}, "seed must be a number, not 'x'"),
+        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
+        ({"served_model_name": ""}, "served_model_name must be a name or several, not ''"),
+        ({"served_model_name": []}, "served_model_name must be a name or several"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_one_line(folder: Path, keywords: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        LLM(**{"model": str(folder), **keywords})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_and_a_size_in_words_will_do(folder: Path) -> None:
+    llm = LLM(folder, memory="64MiB")
+    assert llm.engine.ledger.budget == 64 << 20
+    assert llm.served_model_names == (str(folder),)
+
+
+def test_iterators_are_refused_since_their_length_is_unknown(llm: LLM) -> None:
+    with pytest.raises(UserError, match="prompts is a list_iterator; it must be text"):
+        generate(llm, iter(["a"]), GREEDY)
+    with pytest.raises(UserError, match="sampling_params must be a SamplingParams or a list"):
+        generate(llm, ["a"], iter([GREEDY]))
+    messages = [{"role": "user", "content": "a"}]
+    with pytest.raises(UserError, match="messages is a list_iterator; it must be a list of messages"):
+        llm.chat(iter(messages), GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"messages\[0\] has no content"):
+        llm.chat([{"role": "user", "content": None}], GREEDY, use_tqdm=False)
+    assert not llm.engine.has_unfinished()
+
+
 def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:
     llm = LLM(str(folder), num_kv_blocks=16, skip_tokenizer_init=True)
     output = generate(llm, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0]

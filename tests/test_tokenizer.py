@@ -138,12 +138,25 @@ def test_template_begins_once_with_bos(sentencepiece_folder: Path) -> None:
         (["hello"], r"messages\[0\] must be an object"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content must be a string or a list"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "type 'image_url': only text"),
-        ([{"role": "user", "content": None}], "the chat template refuses"),
+        (
+            [{"role": "user", "content": None}],
+            r"messages\[0\] has no content: only an assistant's may be None",
+        ),
+        ([{"role": "tool"}], r"messages\[0\] has no content"),
     ],
 )
 def test_malformed_messages(byte_level: Tokenizer, messages: list, said: str) -> None:
     with pytest.raises(UserError, match=said):
         byte_level.apply_chat_template(messages)
+
+
+def test_h05_an_assistant_that_called_tools_may_have_said_nothing(byte_level: Tokenizer) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    user = {"role": "user", "content": "hi"}
+    silent = {"role": "assistant", "content": None, "tool_calls": calls}
+    for said in (silent, {"role": "assistant", "tool_calls": calls}):
+        same = [user, {**said, "content": ""}]
+        assert byte_level.apply_chat_template([user, said]) == byte_level.apply_chat_template(same)
 
 
 def test_template_that_refuses_or_is_broken(byte_level: Tokenizer) -> None:

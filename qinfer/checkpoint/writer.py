@@ -7,6 +7,7 @@ to `OUT.partial`, opened and checked there as any reader would, and only then na
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Mapping
 from fnmatch import fnmatch
@@ -36,8 +37,9 @@ _CHECKPOINT_FILES = (
 class CheckpointWriter:
     """Fills `OUT.partial` tensor by tensor; `finish` makes it `OUT`, `abort` removes it.
 
-    Raises UserError at once when `out` exists and is not an empty folder, and when `overwrite` would delete
-    anything but the files of a checkpoint: the source, a folder around it, or what somebody else keeps there.
+    Raises UserError at once when `out` cannot be written, when it exists and is not an empty folder, and
+    when `overwrite` would delete anything but the files of a checkpoint: the source, a folder around it, or
+    what somebody else keeps there.
     """
 
     def __init__(
@@ -49,23 +51,18 @@ class CheckpointWriter:
         overwrite: bool = False,
     ) -> None:
         self._source = source
-        self._out = Path(out).resolve()
-        home = source.path.resolve()
-        if self._out == home or self._out in home.parents:
-            raise UserError(f"{out} is the source itself or holds it: choose another folder", "out")
-        if self._out.exists() and not self._out.is_dir():
-            raise UserError(f"{out} is a file: choose a folder that does not exist yet", "out")
-        if not overwrite and self._out.is_dir() and any(self._out.iterdir()):
-            raise UserError(f"{out} is not empty: choose another folder or allow overwriting it", "out")
-        if self._out.is_dir() and (strangers := _strangers(self._out)):
-            raise UserError(
-                f"{out} holds more than a checkpoint ({', '.join(strangers[:3])}), which overwriting would "
-                "delete: choose another folder",
-                "out",
-            )
-        self._partial = self._out.with_name(self._out.name + ".partial")
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
-        self._partial.mkdir(parents=True)
+        self._new_parents: list[Path] = []
+        try:
+            self._out = Path(out).resolve()
+            _check_free(self._out, source.path.resolve(), overwrite)
+            self._partial = self._out.with_name(self._out.name + ".partial")
+            self._new_parents = [folder for folder in self._out.parents if not folder.exists()]
+            shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
+            self._partial.mkdir(parents=True)
+        except OSError as error:
+            self._undo_parents()
+            reason = error.strerror or str(error)
+            raise UserError(f"{out} cannot be written ({reason}): choose another folder", "out") from None
         self._shards = ShardWriter(self._partial, max_shard_bytes)
 
     def add(self, name: str, tensor: Tensor) -> None:
@@ -97,16 +94,45 @@ class CheckpointWriter:
     def abort(self) -> None:
         """Removes what was written; `out` stays as it was."""
         shutil.rmtree(self._partial, ignore_errors=True)
+        self._undo_parents()
+
+    def _undo_parents(self) -> None:
+        for folder in self._new_parents:
+            with contextlib.suppress(OSError):  # never made, or not empty and so needed
+                folder.rmdir()
 
     def _replace_out(self) -> None:
         if self._out.exists():
             old = self._out.with_name(self._out.name + ".old")
             shutil.rmtree(old, ignore_errors=True)
             self._out.rename(old)
-            self._partial.rename(self._out)
-            shutil.rmtree(old)
+            try:
+                self._partial.rename(self._out)
+            finally:  # whatever happens, an interrupt too, one of the two is there
+                if self._out.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                else:
+                    old.rename(self._out)
         else:
             self._partial.rename(self._out)
+
+
+def _check_free(out: Path, source: Path, overwrite: bool) -> None:
+    """UserError unless a checkpoint may be put there."""
+    if out == source or out in source.parents:
+        raise UserError(f"{out} is the source itself or holds it: choose another folder", "out")
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out} is a file: choose a folder that does not exist yet", "out")
+    if not overwrite and out.is_dir() and any(out.iterdir()):
+        raise UserError(
+            f"{out} is not empty: choose another folder or overwrite it (--overwrite, overwrite=True)", "out"
+        )
+    if out.is_dir() and (strangers := _strangers(out)):
+        raise UserError(
+            f"{out} holds more than a checkpoint ({', '.join(strangers[:3])}), which overwriting would "
+            "delete: choose another folder",
+            "out",
+        )
 
 
 def _strangers(folder: Path) -> list[str]:

@@ -17,12 +17,12 @@ import typer
 
 import qinfer
 from qinfer.cli import doctor, eval, generate, inspect, plan, quantize, serve
+from qinfer.cli.usage import usage_line
 from qinfer.errors import GateError, QinferError
 
 app = typer.Typer(
     name="qinfer",
     help="Quantize a language model, have it judged against its source, serve it.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -60,16 +60,23 @@ def _options(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and leaves with its exit code; `arguments` default to the process's own."""
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
-        app(arguments if arguments is None else list(arguments), prog_name="qinfer")
+        # not standalone: there typer prints several lines for a mistake, and nothing for an interrupt
+        code = app(words, prog_name="qinfer", standalone_mode=False)
+        if code != 130:  # what typer makes of an interrupt
+            sys.exit(code)
+        _leave("interrupted", 130)
+    except typer.TyperException as error:
+        _leave(usage_line(error, words, [command.name or "" for command in app.registered_commands]), 2)
     except GateError as error:
         _leave(str(error), 1)
     except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
         _leave(str(error), 2)
     except OSError as error:  # a full disk, a folder without permission: the person's, and never a traceback
         _leave(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except KeyboardInterrupt:  # outside of the command
+        _leave("interrupted", 130)
 
 
 def _leave(message: str, code: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +12,7 @@ from qinfer.cli.output import show, stdout_kept_for_result
 
 def quantize(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write.", show_default=False)],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write.", show_default=False)],
     scheme: Annotated[
         str,
         typer.Option(

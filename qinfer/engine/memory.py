@@ -59,7 +59,7 @@ def require_weights_fit(weights: int, available: int, memory: int | None) -> Non
     if weights >= budget:
         what = "memory that is free" if memory is None else "memory budget"
         raise UserError(
-            f"the weights are {format_size(weights)} and the {what} is {format_size(budget)}: "
+            f"the weights alone need {format_size(weights)} and the {what} is {format_size(budget)}: "
             "nothing was loaded; take a smaller model, quantize it, or give it more memory",
             "memory",
         )

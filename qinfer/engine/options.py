@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qinfer.errors import UserError
+from qinfer.errors import UserError, check_flags
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3")
 
@@ -39,6 +39,13 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise UserError(f"{name} must be a whole number of at least 1, not {value!r}", name)
+        for name, kind in (("seed", int), ("max_logprobs", int), ("gpu_memory_utilization", (int, float))):
+            if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
+                raise UserError(f"{name} must be a number, not {value!r:.100}", name)
+        check_flags(
+            enable_prefix_caching=self.enable_prefix_caching,
+            enable_chunked_prefill=self.enable_chunked_prefill,
+        )
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise UserError(f"block_size must be a power of two, not {self.block_size}", "block_size")
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:

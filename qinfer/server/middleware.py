@@ -13,8 +13,10 @@ import uuid
 from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qinfer.errors import UserError
 from qinfer.server.errors import Failure
 
 logger = logging.getLogger(__name__)
@@ -66,7 +68,9 @@ class RequestFrame:
 
 
 class BoundBody:
-    """Answers 413 to a body that says it is longer than `max_bytes`, before a byte of it is read."""
+    """Answers 413 to a body longer than `max_bytes`: before a byte is read where it says its length, else
+    (chunked) as soon as more than that has come.
+    """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
         self.app, self.max_bytes = app, max_bytes
@@ -76,7 +80,17 @@ class BoundBody:
         if length.isdigit() and int(length) > self.max_bytes:
             failure = Failure(413, f"the body has {length} bytes; at most {self.max_bytes} are read")
             return await failure.response()(scope, receive, send)
-        await self.app(scope, receive, send)
+        received = 0
+
+        async def bounded() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.max_bytes:
+                raise HTTPException(413, f"the body is longer than the {self.max_bytes} bytes that are read")
+            return message
+
+        await self.app(scope, bounded, send)
 
 
 class RequireKey:
@@ -87,6 +101,7 @@ class RequireKey:
 
     def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
         self.app = app
+        check_keys(keys)
         self.digests = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,6 +118,12 @@ class RequireKey:
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self.digests]  # always all of them
         return any(matches)
+
+
+def check_keys(keys: Sequence[str]) -> None:
+    """UserError for an empty key, which a client without one would match."""
+    if any(not key.strip() for key in keys):
+        raise UserError("an API key is empty: give one that cannot be guessed, or none at all", "api_key")
 
 
 def _digest(key: str) -> bytes:

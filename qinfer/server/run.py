@@ -26,6 +26,7 @@ from fastapi import FastAPI
 from qinfer.async_llm import AsyncLLM
 from qinfer.server.app import build_app
 from qinfer.server.exposition import Compat
+from qinfer.server.middleware import check_keys
 from qinfer.server.waiting import LoadingAnswers, listen
 
 if TYPE_CHECKING:
@@ -50,9 +51,10 @@ def serve(
     """Serves the model that `load` makes until SIGTERM or SIGINT, then returns; must run on the main thread.
 
     `on_ready` is told the URL and the model once requests are answered; without it a line goes to stderr.
-    Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A signal
-    during loading raises SystemExit(0).
+    Raises UserError where the port is taken or a key is empty, before `load` is called, and whatever `load`
+    raises. A signal during loading raises SystemExit(0).
     """
+    check_keys(api_keys)
     with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
         with LoadingAnswers(listener):
             engine = AsyncLLM(load())

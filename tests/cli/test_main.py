@@ -42,12 +42,37 @@ def test_every_command_documents_each_of_its_options(qinfer, command):
     assert registered.callback.__doc__
 
 
-@pytest.mark.parametrize("arguments", [["--nonsense"], ["nonsense"], ["plan"], ["quantize", "model"]])
-def test_usage_errors_leave_with_2_and_print_nothing_on_stdout(qinfer, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nonsense"], "no such option: --nonsense; commands: quantize, eval, generate,"),
+        (["pln", "x"], "no such command 'pln'. Did you mean 'plan'?; commands: quantize, eval,"),
+        (["plan"], "missing argument 'MODEL'; `qinfer plan --help` lists"),
+        (["plan", "a", "b"], "got unexpected extra argument(s) (b); `qinfer plan --help`"),
+        (["plan", "a", "--jsn"], "no such option: --jsn (Possible options: --json); `qinfer plan --help`"),
+        (["plan", "a", "--json=yes"], "option '--json' does not take a value; `qinfer plan --help`"),
+        (["quantize", "model"], "missing option '--out' / '-o'; `qinfer quantize --help`"),
+        (["serve", "model", "--port"], "option '--port' requires an argument; `qinfer serve --help`"),
+        (
+            ["serve", "m", "--port", "x\ny"],
+            r"invalid value 'x\ny' for '--port': it should be a valid integer;",
+        ),
+        (
+            ["serve", "model", "--port", "99999"],
+            "invalid value '99999' for '--port': it should be less than or equal to 65535; `qinfer serve",
+        ),
+    ],
+)
+def test_usage_errors_are_one_line_and_leave_with_2(qinfer, arguments, said):
     code, out, err = qinfer(*arguments)
-    assert code == 2
-    assert out == ""
-    assert "Usage: qinfer" in err
+    assert (code, out) == (2, "")
+    assert err.startswith(f"qinfer: {said}")
+    assert err.count("\n") == 1
+
+
+def test_no_arguments_show_the_help(qinfer):
+    assert qinfer() == qinfer("--help")
+    assert qinfer().stdout.startswith("Usage: qinfer")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +83,7 @@ def test_usage_errors_leave_with_2_and_print_nothing_on_stdout(qinfer, arguments
         (NotImplementedError("best_of is not there yet"), 2, "qinfer: best_of is not there yet"),
         (PermissionError(errno.EACCES, "Permission denied", "/out"), 2, "qinfer: Permission denied: /out"),
         (OSError(errno.ENOSPC, "No space left on device"), 2, "qinfer: No space left on device"),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "qinfer: interrupted"),
     ],
 )
 def test_errors_are_one_line_on_stderr_with_their_code(qinfer, monkeypatch, error, code, line):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from qinfer import __version__
+from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
+from qinfer.server import run
 from qinfer.server.middleware import OPEN_PATHS
 
 KEYS = ("first-key", "second-key")
@@ -39,6 +41,15 @@ def test_h12_every_route_but_the_open_ones_wants_a_key(serve_scripted):
                 headers = {"authorization": f"{scheme} {key}"}
                 assert served.get("/v1/models", headers=headers).status_code == 200
         assert served.client.options("/v1/models").status_code == 405
+
+
+def test_an_empty_key_is_refused_before_anything_is_loaded():
+    def load():
+        raise AssertionError("nothing is loaded")
+
+    for keys in ([""], ["good", " "]):
+        with pytest.raises(UserError, match="an API key is empty"):
+            run.serve(load, port=0, api_keys=keys)
 
 
 def test_request_ids_are_echoed_or_made(served):

@@ -164,6 +164,19 @@ def test_paths_leave_out_what_pydantic_adds():
     assert failure.message == "stop.1: bad; messages.0.role: Field required"
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_a_chunked_body_is_read_up_to_the_bound(served, path):
+    long = (b" " * (1 << 20) for _ in range(40))  # of an iterator nobody says the length
+    answer = served.client.post(path, content=long, headers=JSON)
+    assert answer.request.headers["transfer-encoding"] == "chunked"
+    assert check(answer, 413)["message"] == f"the body is longer than the {32 << 20} bytes that are read"
+    small = (
+        part
+        for part in (b'{"prompt": "a", "max_tokens": 1, ', b'"messages": [{"role": "user", "content": "a"}]}')
+    )
+    assert served.client.post(path, content=small, headers=JSON).status_code == 200
+
+
 def test_a_huge_body_or_prompt_is_refused_before_it_is_read(served):
     huge = served.post(COMPLETIONS, {"prompt": "x" * (33 << 20)})
     assert huge.status_code == 413

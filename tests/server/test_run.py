@@ -84,7 +84,8 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
-def test_serves_streams_and_ends_with_zero(model_dir, processes):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_streams_and_ends_with_zero(model_dir, processes, number):
     process = Process(str(model_dir))
     processes.append(process)
     line = process.wait_for("is served at")
@@ -97,7 +98,7 @@ def test_serves_streams_and_ends_with_zero(model_dir, processes):
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
         source = answer.iter_lines()
         lines.append(next(source))
-        process.popen.send_signal(signal.SIGTERM)
+        process.popen.send_signal(number)
         lines.extend(source)
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.popen.wait(30) == 0

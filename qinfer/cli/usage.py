@@ -1,0 +1,25 @@
+"""A command line that cannot be understood, told in one line: what is wrong, the value, where to read on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import typer
+
+_INVALID = "Invalid value"
+
+
+def usage_line(error: typer.TyperException, arguments: Sequence[str], commands: Collection[str]) -> str:
+    """One line for what typer refuses in `arguments`, ending with the help that says what is allowed."""
+    from pydantic import ValidationError  # typer checks values with it, and imports it as late
+
+    message = error.format_message().rstrip(".")
+    if isinstance(error.__cause__, ValidationError) and message.startswith(_INVALID):
+        value = error.__cause__.errors(include_url=False)[0]["input"]
+        rule = message.removeprefix(_INVALID).replace(": Input should", ": it should").split(", unable to")[0]
+        message = f"{_INVALID} {value!r:.100}{rule}"
+    message = message[:1].lower() + message[1:]
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    if command in commands:
+        return f"{message}; `qinfer {command} --help` lists what is allowed"
+    return f"{message}; commands: {', '.join(commands)} (`qinfer --help` says more)"

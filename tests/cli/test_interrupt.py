@@ -1,0 +1,131 @@
+"""Ctrl-C at any moment: one line, exit code 130, nothing half-written; the same command works afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from qinfer import compare
+from qinfer.calibrate import pipeline
+from qinfer.checkpoint import writer
+from qinfer.engine.engine import Engine
+from qinfer.evals import gate
+from qinfer.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny_model("llama", tmp_path_factory.mktemp("interrupt") / "source", dtype="bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def quick_profile(monkeypatch):
+    monkeypatch.setitem(gate.PROFILES, "quick", gate.Profile(2048, 3.0))
+
+
+@pytest.fixture
+def interrupted_in(monkeypatch):
+    """interrupted_in(owner, name, call): Ctrl-C when that function is called for the `call`th time."""
+
+    def arrange(owner, name, call):
+        real, calls = getattr(owner, name), []
+
+        def function(*arguments, **keywords):
+            calls.append(name)
+            if len(calls) == call:
+                signal.raise_signal(signal.SIGINT)
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, function)
+
+    return arrange
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (pipeline, "_quantize_layer", 2),
+        (writer.CheckpointWriter, "add", 20),
+        (writer, "open_checkpoint", 1),  # the last look before the folder gets its name
+    ],
+)
+def test_quantize_leaves_nothing_and_works_afterwards(
+    qinfer, source, tmp_path, interrupted_in, owner, name, call
+):
+    command = ("quantize", source, "--scheme", "w8a16-int8", "--out", tmp_path / "a" / "b", "--no-gate")
+    interrupted_in(owner, name, call)
+    code, out, err = qinfer(*command)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "qinfer: interrupted"
+    assert list(tmp_path.iterdir()) == []
+    assert qinfer(*command).code == 0
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
+
+
+def test_overwriting_keeps_the_old_one_until_the_new_one_is_whole(qinfer, source, tmp_path, interrupted_in):
+    command = ("quantize", source, "--scheme", "w8a16-int8", "--out", tmp_path / "out", "--no-gate")
+    assert qinfer(*command).code == 0
+    before = (tmp_path / "out" / "quantize_report.json").read_text()
+    interrupted_in(writer, "open_checkpoint", 1)
+    assert qinfer(*command, "--overwrite").code == 130
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (tmp_path / "out" / "quantize_report.json").read_text() == before
+
+
+def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrupted_in, caplog):
+    out = tmp_path / "out"
+    command = ("quantize", source, "--scheme", "w8a16-int8", "--out", out, "--profile", "quick")
+    interrupted_in(Engine, "prompt_logits", 3)
+    code, text, err = qinfer(*command)
+    assert (code, text) == (130, "")
+    assert err.splitlines()[-1] == "qinfer: interrupted"
+    report = json.loads((out / "quantize_report.json").read_text())
+    assert qinfer("generate", out, "-p", "hi").code == 1  # whole, but nobody has judged it
+
+    other = qinfer(*command, "--seed", 7)
+    assert other.code == 2
+    assert "is not empty" in other.stderr
+
+    code, text, err = qinfer(*command, "--json")
+    assert code == 0
+    assert "waits for its verdict: judging it" in caplog.text
+    document = json.loads(text)
+    assert document["gate"]["verdict"] == "PASS"
+    assert document["report"] == report  # not quantized again
+    assert sorted(path.name for path in out.glob("qinfer*")) == ["qinfer_gate.json", "qinfer_gate.md"]
+    assert qinfer(*command).code == 2  # with its verdict it is finished
+
+
+def test_eval_and_generate(qinfer, source, interrupted_in):
+    interrupted_in(compare, "judge", 1)
+    interrupted_in(Engine, "step", 3)
+    for command in (
+        ("eval", source, "--against", source, "--profile", "quick"),
+        ("generate", source, "-p", "hi", "--max-tokens", 20),
+    ):
+        code, out, err = qinfer(*command)
+        assert (code, out) == (130, "")
+        assert err.splitlines()[-1] == "qinfer: interrupted"
+        assert qinfer(*command).code == 0
+
+
+def test_a_process_ends_within_seconds_without_a_traceback(source, tmp_path):
+    command = [sys.executable, "-m", "qinfer", "quantize", str(source), "--out", str(tmp_path / "out")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        said = b""
+        while b"smoothquant:" not in said:
+            more = process.stderr.read1()
+            assert more, said
+            said += more
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert (process.returncode, out) == (130, b""), err.decode()
+    assert err.splitlines()[-1] == b"qinfer: interrupted"
+    assert b"Traceback" not in said + err
+    assert list(tmp_path.iterdir()) == []
