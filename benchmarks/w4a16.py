@@ -56,11 +56,11 @@ MANY = (
 CANDIDATES = {
     8: (
         *((8, 32, 1, 2, 1, 4, 0), (8, 64, 1, 2, 2, 4, 0), (8, 64, 1, 2, 2, 3, 0)),
-        *((8, 64, 1, 1, 2, 6, 0), (8, 64, 1, 1, 2, 8, 0), (8, 128, 1, 2, 4, 3, 0)),
+        *((8, 64, 1, 1, 2, 8, 0), (8, 128, 1, 2, 4, 3, 0)),
     ),
     16: (
         *((16, 128, 1, 1, 4, 5, 168), (16, 128, 1, 1, 4, 4, 168), (16, 128, 1, 1, 4, 5, 0)),
-        *((16, 64, 1, 1, 4, 6, 0), (16, 64, 1, 2, 4, 3, 0), (16, 32, 1, 1, 1, 5, 0), (16, 64, 1, 1, 2, 6, 0)),
+        *((16, 64, 1, 1, 4, 6, 0), (16, 64, 1, 2, 4, 3, 0), (16, 64, 1, 1, 2, 6, 0)),
     ),
     32: (
         *((32, 128, 1, 1, 4, 4, 168), (32, 128, 1, 1, 4, 5, 0), (32, 64, 1, 1, 4, 5, 0)),
@@ -84,7 +84,7 @@ def candidates(m: int) -> list[Config]:
     """Tiles to try for m tokens. Tokens come by the copy engine where there are many."""
     names = ("BM", "BN", "MODE", "UNROLL", "WARPS", "STAGES", "REGISTERS")
     found = [dict(zip(names, values, strict=True)) for values in CANDIDATES[m]]
-    return [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 4} for tile in found]
+    return [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 8} for tile in found]
 
 
 class Weight(NamedTuple):
@@ -131,7 +131,7 @@ def compile_one(tile: Config) -> str:
     packed = w4a16.pack_fragments(codes, scale, codes[:, :2])
     x = torch.zeros(tile["BM"], 256, dtype=torch.bfloat16, device="cuda")
     try:
-        own(tile | {"SLOTS": 99, "PIECES": 99}, x, packed)
+        own(tile | {"SLOTS": 99, "PIECES": 99, "EARLY": 1}, x, packed)
         torch.cuda.synchronize()
     except Exception as error:  # whatever the compiler says of a candidate
         return f"{tile}: {error}"
@@ -162,7 +162,7 @@ def tune(shapes: list[tuple[int, int]], tokens: list[int]) -> dict[str, Any]:
                     else:
                         print("wrong:", n, k, m, whole)
             times.sort(key=lambda entry: entry[0])
-            best = [tile | {"AHEAD": ahead} for _, tile in times[:3] for ahead in (0, 8, 16)]
+            best = [tile | {"AHEAD": ahead} for _, tile in times[:4] for ahead in (0, 4, 16, 32)]
             times += [(timed(tile, x, weight), tile) for tile in best]
             times.sort(key=lambda entry: entry[0])
             measured += [(n, k, m, base, *entry) for entry in times]

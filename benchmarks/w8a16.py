@@ -43,14 +43,14 @@ def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
         tile = dict(zip(names, values, strict=True))
         tiles, steps = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"])
         for way in cuts(tiles, steps, cores):
-            for ahead in (4, 16) if m <= 64 else (4,):
+            for ahead in (0, 8) if m <= 128 else (8,):
                 yield {**tile, "AHEAD": ahead, **way}
     if m >= 1024:
         yield {"WIDEN": 1}
 
 
 def code(entry: Entry) -> Entry:
-    return entry if "WIDEN" in entry else {**entry, "AHEAD": 4, "SLOTS": 99, "PIECES": 99}
+    return entry if "WIDEN" in entry else {**entry, "AHEAD": 4, "SLOTS": 99, "PIECES": 99, "EARLY": 1}
 
 
 def make_int8(wide: Tensor) -> Weight:

@@ -76,6 +76,20 @@ def share(pid, tiles, steps, whole, pieces):
     return low, high
 
 
+@triton.jit
+def fetch_ahead(at, num_bytes):
+    """Asks the L2 cache for num_bytes, a multiple of 16, from pointer `at` on; the first thread does."""
+    tl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
+        @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }""",
+        "=r,l,r",
+        [at.to(tl.int64), num_bytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @triton.jit(do_not_specialize=["M", "rest", "steps", "blocks", "whole", "pieces", "chunks"])
 def add_pieces(parts, bias, out, M, N, rest, steps, blocks, whole, pieces, chunks, BM: tl.constexpr,
                BN: tl.constexpr, BLOCK: tl.constexpr, BATCH: tl.constexpr, BIAS: tl.constexpr,

@@ -39,7 +39,7 @@ def formula(m: int, n: int, k: int, cores: int) -> Tile:
     held = cores if m > 128 else 2 * cores  # programs at once
     tiles = -(-n // shape["BN"]) * -(-m // shape["BM"])
     pieces = min(held, tiles * k // (2 * INPUTS)) if tiles < 0.8 * held else 0
-    rest = {"TMA": int(m > 32), "REGISTERS": 0, "AHEAD": 4, "SLOTS": held, "PIECES": pieces}
+    rest = {"TMA": int(m > 32), "REGISTERS": 0, "AHEAD": 8, "EARLY": 2, "SLOTS": held, "PIECES": pieces}
     return {**shape, **rest}
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from qinfer.kernels.pieces_triton import share
+from qinfer.kernels.pieces_triton import fetch_ahead, share
 from qinfer.kernels.w4a16_unpack_triton import (
     TILE_WORDS,
     group_scale,
@@ -61,9 +61,9 @@ def _add(total, a, w, both, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr, SCALE
     return total
 
 
-@triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "pieces", "ahead"])
+@triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "pieces", "ahead", "early"])
 def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, tiles, blocks, whole, pieces,
-            ahead, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr,
+            ahead, early, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr,
             UNROLL: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
             STAGES: tl.constexpr, SCALE: tl.constexpr, COMPUTE: tl.constexpr,
             ASM: tl.constexpr):  # fmt: skip
@@ -77,9 +77,15 @@ def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, t
     first_tile = low // steps
     i, m = tl.arange(0, BN), tl.arange(0, BM)
     if ASM:
-        _fetch_ahead(words, first_tile // blocks * BN, low % steps * UNROLL, tiles, ahead, BN)
+        g = low % steps * UNROLL
+        ready = words + (first_tile // blocks * BN // 64).to(tl.int64) * tiles * TILE_WORDS + g * TILE_WORDS
+        size = tl.minimum(tl.minimum(ahead, (high - low) * UNROLL), tiles - g) * (TILE_WORDS * 4)
+        if ahead > 0:
+            for block in tl.static_range((BN + 63) // 64):
+                fetch_ahead(ready + tl.cast(block * TILE_WORDS, tl.int64) * tiles, size)
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+        if early == 1:
+            cuda.gdc_launch_dependents()
     for tile in range(first_tile, (high - 1) // steps + 1):
         lo, hi = tl.maximum(low - tile * steps, 0), tl.minimum(high - tile * steps, steps)
         row, first = tile // blocks * BN, tile % blocks * BM
@@ -99,6 +105,9 @@ def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, t
             total = _add(total, a, w, both, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
             if UNROLL == 2:
                 total = _add(total, a2, w2, both2, MODE, PAIRS_FIRST, SCALE, COMPUTE, ASM)
+        if ASM:
+            if (early == 2) & (high <= (tile + 1) * steps):
+                cuda.gdc_launch_dependents()
         if pid < whole:
             _store(out, total, row, first, M, N)
         else:
@@ -114,19 +123,3 @@ def _store(out, total, row, first, M, N):
     where = out + tokens.to(tl.int64)[None, :] * N + rows[:, None]
     tl.store(where, total.to(out.dtype.element_ty), mask=(tokens < M)[None, :] & (rows < N)[:, None])
 
-
-@triton.jit
-def _fetch_ahead(words, row, g, tiles, ahead, BN: tl.constexpr):
-    """Asks the L2 cache for `ahead` tiles of words while the kernel that makes the tokens still runs."""
-    line = tl.arange(0, BN // 2)  # of 128 bytes
-    lines = words + (row // 64).to(tl.int64) * tiles * TILE_WORDS + row % 64 * 16
-    lines += line // 32 * (tiles * TILE_WORDS) + line % 32 * 32
-    for tile in range(g, tl.minimum(g + ahead, tiles)):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(lines + tile * TILE_WORDS).to(tl.int64)],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -71,7 +71,7 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
     tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
     product[(how.cut.programs,)](
         tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
-        how.blocks, *how.cut, config["AHEAD"],
+        how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
         **constants(config, how.rows, group, k, dtype), **options(config, group),
     )  # fmt: skip
     if how.cut.pieces:

@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.pieces import cut
-from qinfer.kernels.pieces_triton import add_up, adding_variant, share, workspace
+from qinfer.kernels.pieces_triton import add_up, adding_variant, fetch_ahead, share, workspace
 from qinfer.kernels.rows_triton import MEASURED, table_of
 from qinfer.kernels.split_k_triton import check
 from qinfer.kernels.tiles import Declined, Tile, tile
@@ -65,7 +65,7 @@ def run(
     rows = TensorDescriptor.from_tensor(x, [shape[0], min(entry["BK"], 128)])
     product[(how.programs,)](
         rows, weight, weight_scale, weight_scale if bias is None else bias, out, parts, m, n, k, blocks, *how,
-        entry["AHEAD"], **constants(entry, bias is not None, fp8, WIDE.get(x.dtype, tl.float32), x.is_cuda),
+        entry["AHEAD"], entry["EARLY"], **constants(entry, bias is not None, fp8, WIDE.get(x.dtype, tl.float32), x.is_cuda),
         **options(entry, x.is_cuda),
     )  # fmt: skip
     if how.pieces:
@@ -116,7 +116,7 @@ def formula(m: int, n: int, k: int) -> Tile:
     held = 132 if m > 128 else 264  # programs at once
     tiles = triton.cdiv(n, shape["BN"]) * triton.cdiv(m, shape["BM"])
     pieces = min(held, tiles * k // 512) if tiles < 0.8 * held else 0
-    return {**shape, "AHEAD": 4, "SLOTS": held, "PIECES": pieces}
+    return {**shape, "AHEAD": 8, "EARLY": 2, "SLOTS": held, "PIECES": pieces}
 
 
 def offline_variants() -> Iterator[Variant]:
@@ -242,8 +242,8 @@ def multiplications_done():
     )
 
 
-@triton.jit(do_not_specialize=["M", "blocks", "whole", "pieces", "ahead"])
-def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead, BM: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "blocks", "whole", "pieces", "ahead", "early"])
+def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead, early, BM: tl.constexpr,
             BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
             ASM: tl.constexpr):  # fmt: skip
     """x [M, K]: a descriptor in blocks of [BM, min(BK, 128)]; w: fragments, int32 [ceil(K / 128), N, 32].
@@ -258,9 +258,13 @@ def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead
     low, high = share(pid, tl.cdiv(N, BN) * blocks, steps, whole, pieces)
     first = low // steps
     if ASM:
-        _fetch_ahead(w, first // blocks * BN, low % steps * BK // 128, N, K, ahead, BN)
+        begin, column = low % steps * BK // 128, first // blocks * BN
+        end = begin + tl.minimum(tl.minimum(ahead, tl.cdiv(K, 128) - begin), (high - low) * BK // 128)
+        for p in range(begin, end):
+            fetch_ahead(w + (tl.cast(p, tl.int64) * N + column) * 32, tl.minimum(BN, N - column) * 128)
         cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+        if early == 1:
+            cuda.gdc_launch_dependents()
     for t in range(first, (high - 1) // steps + 1):
         row, col = t % blocks * BM, t // blocks * BN
         m, cols = tl.arange(0, BM), col + tl.arange(0, BN)
@@ -275,6 +279,9 @@ def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead
                 if ASM:
                     multiplications_done()
                 acc = tl.dot(widened_tile(words, FP8, WIDE, ASM), a.T, acc)
+        if ASM:
+            if (early == 2) & (high <= (t + 1) * steps):
+                cuda.gdc_launch_dependents()
         factor = tl.load(scale + cols, mask=cols < N, other=0.0).to(tl.float32) * FACTOR
         y = tl.trans(acc) * factor[None, :]
         if pid < whole:
@@ -286,21 +293,6 @@ def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead
         else:
             slot = parts + (2 * (pid - whole) + t - first) * (BM * BN)
             tl.store(slot + m[:, None] * BN + tl.arange(0, BN)[None, :], y)
-
-
-@triton.jit
-def _fetch_ahead(w, col, panel, N, K, ahead, BN: tl.constexpr):
-    """Asks the L2 cache for `ahead` panels of codes while the kernel that makes the tokens still runs."""
-    lines = w + tl.minimum(col + tl.arange(0, BN), N - 1) * 32  # of 128 bytes: a row's
-    for p in range(panel, tl.minimum(panel + ahead, tl.cdiv(K, 128))):
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [(lines + tl.cast(p, tl.int64) * (N * 32)).to(tl.int64)],
-            tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit

@@ -29,6 +29,7 @@ BASE = {
     "REGISTERS": 0,
     "TMA": 0,
     "AHEAD": 0,
+    "EARLY": 0,
 }
 WHOLE = {"SLOTS": 1, "PIECES": 0}
 dtypes = pytest.mark.parametrize("dtype", BOUND)

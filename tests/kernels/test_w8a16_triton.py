@@ -27,7 +27,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def tile(bm: int, bk: int, pieces: int, slots: int = 9) -> dict[str, int]:
-    shape = {"BM": bm, "BN": 64, "BK": bk, "AHEAD": 0, "SLOTS": slots, "PIECES": pieces}
+    shape = {"BM": bm, "BN": 64, "BK": bk, "AHEAD": 0, "EARLY": 0, "SLOTS": slots, "PIECES": pieces}
     return {**shape, "num_warps": 4, "num_stages": 3}
 
 
