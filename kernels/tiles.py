@@ -39,6 +39,11 @@ def gpu_key(name: str) -> str:
     return "-".join(name.lower().replace("/", " ").split())
 
 
+def is_measured(gpu: str) -> bool:
+    """Whether there is a table for that GPU."""
+    return bool(_table(gpu))
+
+
 @cache
 def _table(gpu: str) -> dict[str, dict[str, list[tuple[int | None, Tile]]]]:
     path = Path(__file__).parent / "configs" / f"{gpu}.json"

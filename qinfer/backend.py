@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from qinfer import env
 from qinfer.errors import UserError
-from qinfer.kernels.tiles import Declined
+from qinfer.kernels.tiles import Declined, gpu_key, is_measured
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,19 @@ def model_device() -> torch.device:
     if backend == "triton":
         raise UserError("QINFER_BACKEND=triton needs a GPU, and torch sees none: use auto or torch")
     return torch.device("cpu")
+
+
+def describe(gpu: str, major: int) -> str:
+    """How ops would run on a GPU of that name and major compute capability, in words."""
+    chosen = settings()
+    if chosen.backend == "torch":
+        return "plain torch, as QINFER_BACKEND asks, which is slow"
+    if find_spec("triton") is None:
+        return "plain torch, which is slow: Triton is not installed"
+    tiles = f"tiles measured for {gpu_key(gpu)}" if is_measured(gpu_key(gpu)) else "tiles by formula"
+    others = "" if major == 9 else "; products of 8-bit weights in plain torch: the kernels need Hopper"
+    checked = "; every op compared with plain torch (QINFER_CHECK)" if chosen.check else ""
+    return f"Triton kernels, {tiles}{others}{checked}"
 
 
 @contextmanager

@@ -212,6 +212,16 @@ def test_the_check_of_a_write_copies_the_touched_pages_alone(kv: torch.dtype) ->
     assert not torch.equal(rehearsal.actual().k.float(), copy.k.float())
 
 
+def test_what_a_gpu_would_run_is_told_in_words(choose: Any) -> None:
+    assert backend.describe("NVIDIA H200", 9) == "Triton kernels, tiles measured for nvidia-h200"
+    other = backend.describe("NVIDIA A10", 8)
+    assert other.startswith("Triton kernels, tiles by formula; products of 8-bit weights in plain torch")
+    choose("auto", "1")
+    assert "compared" in backend.describe("NVIDIA H200", 9)
+    choose("torch")
+    assert backend.describe("NVIDIA H200", 9).startswith("plain torch, as QINFER_BACKEND asks")
+
+
 def test_every_op_that_asks_here_has_a_twin() -> None:
     meanings = {
         (module.__name__, name)

@@ -18,7 +18,7 @@ PACKAGES = (
 def doctor(as_json: JsonOption = False) -> None:
     """Show versions, processor, memory, GPU, the path of every op, and the cache folder."""
     with stdout_kept_for_result():
-        from qinfer import ops
+        from qinfer import backend, ops
 
         document = {
             "python": platform.python_version(),
@@ -27,6 +27,7 @@ def doctor(as_json: JsonOption = False) -> None:
             "cpu": _cpu(),
             "torch": _torch(),
             "gpus": _gpus(),
+            "models_run_on": str(backend.model_device()),
             "cpu_paths": ops.cpu_paths(),
             "cache": _cache(),
         }
@@ -67,11 +68,15 @@ def _torch() -> dict[str, Any]:
 def _gpus() -> list[dict[str, Any]]:
     import torch
 
+    from qinfer import backend
+
     found = []
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
+        capability = f"{card.major}.{card.minor}"
+        ops = backend.describe(card.name, card.major)
         found.append(
-            {"name": card.name, "capability": f"{card.major}.{card.minor}", "memory_total": card.total_memory}
+            {"name": card.name, "capability": capability, "memory_total": card.total_memory, "ops": ops}
         )
     return found
 
@@ -105,8 +110,10 @@ def _text(document: dict[str, Any]) -> str:
             f"{torch['threads']} threads, {torch['cpu_capability']}, CUDA {torch['cuda_build'] or 'no'}",
         ),
         ("gpu", "; ".join(gpus) or "none"),
+        *((f"ops on {card['name']}", card["ops"]) for card in document["gpus"]),
+        ("models run on", document["models_run_on"]),
         ("cache", f"{cache['path']} ({format_size(cache['num_bytes'])})"),
     ]
-    rows += [(f"op {name}", path) for name, path in document["cpu_paths"].items()]
+    rows += [(f"op {name} on the cpu", path) for name, path in document["cpu_paths"].items()]
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name.ljust(width)}  {value}" for name, value in rows)

@@ -5,7 +5,7 @@ import json
 import torch
 
 import qinfer as package
-from qinfer import ops
+from qinfer import backend, ops
 
 
 def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
@@ -20,6 +20,7 @@ def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
     assert document["torch"]["threads"] == torch.get_num_threads()
     assert len(document["gpus"]) == torch.cuda.device_count()
     assert 0 < document["cpu"]["memory_available"] <= document["cpu"]["memory_total"]
+    assert document["models_run_on"].startswith("cuda" if document["gpus"] else "cpu")
     assert set(document["cpu_paths"]) == {"dense", "w8a8-int8", "w8a16-int8", "w8a8-fp8", "w4a16"}
     assert document["cache"] == {"path": str(tmp_path), "num_bytes": 1000}
 
@@ -30,3 +31,13 @@ def test_doctor_says_when_int8_would_be_slow(qinfer, monkeypatch):
     assert "op w8a8-int8" in out
     assert "saturates" in out
     assert package.__version__ in out
+
+
+def test_doctor_refuses_a_senseless_setting(qinfer, monkeypatch):
+    monkeypatch.setenv("QINFER_BACKEND", "cuda")
+    backend.settings.cache_clear()
+    code, _, err = qinfer("doctor")
+    monkeypatch.undo()
+    backend.settings.cache_clear()
+    assert code == 2
+    assert "QINFER_BACKEND must be one of auto, torch, triton, not 'cuda'" in err
