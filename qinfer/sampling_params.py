@@ -216,7 +216,8 @@ def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = Fa
     inside = (low < value if open_low else low <= value) and value <= high
     if not (inside and math.isfinite(value)):
         bracket = "(" if open_low else "["
-        raise UserError(f"{name} must be finite and lie in {bracket}{low:g}, {high:g}], not {value}", name)
+        bounds = f" and lie in {bracket}{low:g}, {high:g}]" if math.isfinite(high) else ""
+        raise UserError(f"{name} must be finite{bounds}, not {value}", name)
 
 
 def _check_text(name: str, text: str) -> None:

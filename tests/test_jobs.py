@@ -187,7 +187,7 @@ def test_too_short_a_text_is_undecided_and_refused(copy: Path, source: Path, tmp
     assert judge(copy, source, text_file=empty).verdict == "UNDECIDED"
 
 
-def test_the_kv_cache_is_part_of_what_is_measured(copy: Path, source: Path) -> None:
+def test_k11_the_kv_cache_is_part_of_what_is_measured(copy: Path, source: Path) -> None:
     plain, coarse = values(judge(copy, source)), judge(copy, source, kv_cache_dtype="fp8")
     assert values(coarse)["mean KL"] > plain["mean KL"]
     assert coarse.settings["kv_cache_dtype"] == "fp8"

@@ -101,6 +101,9 @@ async def _on_invalid(_: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
+    if error.status_code == 400 and error.__cause__ is not None:  # FastAPI could not parse the body
+        reason = str(error.__cause__).split(";")[0].replace("\n", " ")[:MAX_QUOTED]
+        message = f"the body is not valid JSON: {reason}"
     if error.status_code == 404:
         message = f"there is no {request.method} {request.url.path[:MAX_QUOTED]}"
     return Failure(error.status_code, message).response(error.headers)

@@ -394,6 +394,20 @@ def test_p09_p15_params_beyond_the_model_are_refused(name: str, value: Any, make
     assert not engine.has_unfinished()
 
 
+def test_p09_a_refused_request_leaves_its_neighbour_alone(
+    make_engine: MakeEngine, generate: Generate
+) -> None:
+    expected = tokens(generate(make_engine(), [prompt(20)], greedy(8)))
+    engine, seen = make_engine(), []
+    engine.add("0", prompt(20), greedy(8))
+    while engine.has_unfinished():
+        with pytest.raises(UserError, match="stop_token_ids"):
+            engine.add("bad", prompt(5), greedy(8, min_tokens=5, stop_token_ids=[151645]))
+        for output in engine.step():
+            seen = list(output.outputs[0].token_ids)
+    assert seen == expected
+
+
 def test_priority_is_not_there(make_engine: MakeEngine) -> None:
     with pytest.raises(NotImplementedError, match="priority"):
         make_engine().add("a", prompt(5), greedy(), priority=1)

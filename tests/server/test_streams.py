@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -156,6 +157,27 @@ def test_sixty_four_streams_at_once(serve_scripted):
             ids = served.engine.tokenizer.encode(body["prompt"])
             assert text_of(chunks) == "".join(map(chr, served.scripted.script(ids, 0)[:30]))
         assert not served.scripted.jobs
+
+
+@pytest.mark.parametrize("where", ["header", "body"])
+def test_s13_two_live_requests_with_the_same_id(serve_scripted, where):
+    headers = {"x-request-id": "same"} if where == "header" else {}
+    body = {"prompt": "x", "max_tokens": 64, **({} if headers else {"request_id": "same"})}
+    with serve_scripted() as served, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        served.scripted.seconds_per_step = 0.01
+        first = pool.submit(served.post, COMPLETIONS, body, headers=headers)
+        until(lambda: len(served.scripted.jobs) == 1)
+        second = pool.submit(served.post, COMPLETIONS, body, headers=headers)
+        until(lambda: len(served.scripted.jobs) == 2)  # both live, under ids of the server's own
+        answers = [first.result(), second.result()]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert {answer.json()["id"] for answer in answers} == {"cmpl-same"}
+        assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [64, 64]
+        metrics = served.get("/metrics").text
+        assert served.get("/health").status_code == 200
+    gauges = re.findall(r"^vllm:num_requests_(?:running|waiting)\S* (\S+)$", metrics, re.MULTILINE)
+    assert gauges
+    assert set(gauges) == {"0.0"}
 
 
 def test_t11_many_threads_share_the_tokenizer(served):
