@@ -28,6 +28,13 @@ def check_flags(**flags: object) -> None:
             raise UserError(f"{name} must be True or False, not {value!r:.100}", name)
 
 
+def check_counts(**counts: object) -> None:
+    """UserError for the first keyword that is neither None nor a whole number of at least 1."""
+    for name, value in counts.items():
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise UserError(f"{name} must be a whole number of at least 1, not {value!r:.100}", name)
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or contradicts itself; names the file or the tensor."""
 

@@ -24,7 +24,7 @@ from qinfer.calibrate import pipeline
 from qinfer.calibrate.data import DEFAULT_SEED
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.checkpoint.files import read_json
-from qinfer.errors import UserError, check_flags
+from qinfer.errors import UserError, check_counts, check_flags
 from qinfer.evals import certificate, perplexity, report, text
 from qinfer.evals.gate import GateResult, profile_named
 
@@ -76,7 +76,9 @@ def quantize(
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
-    check_flags(gate=gate, overwrite=overwrite, progress=progress)
+    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
+    check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
+    _check_seed(seed)
     folder = _folder_to_write(out)
     source = compare.open_model(model, revision=revision, token=hf_token)
     settings: dict[str, Any] = {
@@ -124,6 +126,7 @@ def evaluate(
     Raises UserError for an unknown option, models that cannot be compared, or a text that cannot be read.
     """
     profile_named(profile)
+    _check_seed(seed)
     candidate = compare.open_model(model, revision=revision, token=hf_token)
     source = compare.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
@@ -150,6 +153,8 @@ def score_text(
 
     Raises UserError for a window below 2, and a text that cannot be read or is too short to score.
     """
+    check_counts(windows=windows, window=window)
+    _check_seed(seed)
     if window < 2:
         raise UserError(f"window is {window}: at least 2 tokens are needed to score one", "window")
     opened = compare.open_model(model, revision=revision, token=hf_token)
@@ -178,6 +183,11 @@ def score_text(
         settings,
         seed=seed,
     )
+
+
+def _check_seed(seed: object) -> None:
+    if not isinstance(seed, int):
+        raise UserError(f"seed must be a whole number, not {seed!r:.100}", "seed")
 
 
 def _folder_to_write(out: object) -> Path:

@@ -239,3 +239,27 @@ def test_score_text_refuses_what_cannot_be_scored(source: Path, tmp_path: Path) 
         jobs.score_text(str(source), empty, progress=False)
     with pytest.raises(UserError, match="window is 1"):
         jobs.score_text(str(source), empty, window=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"out": ""}, "out must name a folder to write, not ''"),
+        ({"out": None}, "out must name a folder to write, not None"),
+        ({"model": None}, "model must be a name, not None"),
+        ({"gate": "no"}, "gate must be True or False, not 'no'"),
+        ({"overwrite": "no"}, "overwrite must be True or False, not 'no'"),
+        ({"symmetric": "no"}, "symmetric must be True or False, not 'no'"),
+        ({"group_size": 64.0}, "group_size must be a whole number of at least 1, not 64.0"),
+        ({"num_samples": "a"}, "num_samples must be a whole number of at least 1, not 'a'"),
+        ({"max_seq_len": 0}, "max_seq_len must be a whole number of at least 1, not 0"),
+        ({"seed": "x"}, "seed must be a whole number, not 'x'"),
+    ],
+)
+def test_values_of_the_wrong_kind_are_one_line_before_anything_is_made(
+    source: Path, tmp_path: Path, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as caught:
+        jobs.quantize(**{"model": str(source), "out": tmp_path / "a" / "out", **options})  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []

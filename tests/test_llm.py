@@ -208,6 +208,10 @@ def test_dtype_and_quantization_are_checked(folder: Path) -> None:
         ({"memory": "1KiB"}, "the weights alone need .* memory budget is 1024 B"),
         ({"memory": "600KiB"}, "needs .* MiB .* memory budget is 614400 B"),
         ({"memory": "much"}, "'much' is not a size"),
+        (
+            {"num_kv_blocks": 10**9},
+            "KV pool of .* is more than the .* free: ask for fewer than 1,000,000,000",
+        ),
         ({"memory": 0}, "memory must be a whole number of at least 1, not 0"),
         ({"memory": 2.5e9}, "memory must be a whole number"),
         ({"seed": "x"}, "seed must be a number, not 'x'"),

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         # not standalone: there typer prints several lines for a mistake, and nothing for an interrupt
         code = app(words, prog_name="qinfer", standalone_mode=False)
         if code != 130:  # what typer makes of an interrupt
-            sys.exit(code)
+            sys.exit(code or 0)
         _leave("interrupted", 130)
     except typer.TyperException as error:
         _leave(usage_line(error, words, [command.name or "" for command in app.registered_commands]), 2)

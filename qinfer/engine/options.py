@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from qinfer.errors import UserError, check_flags
+from qinfer.errors import UserError, check_counts, check_flags
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3")
 
@@ -34,11 +34,9 @@ class EngineOptions:
     max_logprobs: int = 20  # -1: no limit
 
     def __post_init__(self) -> None:
-        sizes = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-        for name in (*sizes, "num_kv_blocks", "memory", "kv_cache_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UserError(f"{name} must be a whole number of at least 1, not {value!r}", name)
+        sizes: tuple[str, ...] = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
+        sizes += ("num_kv_blocks", "memory", "kv_cache_memory_bytes")
+        check_counts(**{name: getattr(self, name) for name in sizes})
         for name, kind in (("seed", int), ("max_logprobs", int), ("gpu_memory_utilization", (int, float))):
             if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
                 raise UserError(f"{name} must be a number, not {value!r:.100}", name)

@@ -28,7 +28,8 @@ def size_pool(
 ) -> Ledger:
     """The ledger of an engine; the model is loaded, the pool not yet allocated.
 
-    Raises UserError where the weights and one page do not fit, or one sequence of a chosen max_model_len.
+    Raises UserError where the weights and one page do not fit, or the pages or one sequence of the length
+    that were asked for.
     """
     config = decoder.config
     weights = tensor_bytes(decoder)
@@ -46,6 +47,12 @@ def size_pool(
                 f"{page.num_bytes} bytes",
                 "kv_cache_memory_bytes",
             )
+    if num_pages is not None and num_pages * page.num_bytes > (free := available_memory(decoder.device)):
+        raise UserError(
+            f"a KV pool of {footprint.format_size(num_pages * page.num_bytes)} is more than the "
+            f"{footprint.format_size(free)} that are free: ask for fewer than {num_pages:,} pages",
+            "num_kv_blocks",
+        )
     if num_pages is not None and options.memory is None:
         budget = demand.total + num_pages * page.num_bytes
     else:
