@@ -1,11 +1,14 @@
-"""Row-wise kernels (norms, gated activations, 8-bit codes) against the copy bandwidth and plain torch.
+"""Row-wise kernels (norms, gated activations, 8-bit codes, split-K sums) against copies and plain torch.
 
     python benchmarks/elementwise.py [--out benchmarks/results/elementwise-nvidia-h200.json]
 
 Prints the copy bandwidth of this run first, then a table, then one JSON document. Times are medians of graph
 replays on random bfloat16. From 1024 rows on, calls rotate over more inputs than the L2 holds and are judged
-by their bytes: each input read once, each output written once. Below that a call is judged by its time alone:
-with inputs in the L2 ("hot"), where in a model the kernel before has just left them, and rotating ("cold").
+by their bytes (each input read once, each output written once): against the bandwidth of a copy of 4 GB, and
+against torch's copy of as many bytes, rotated and replayed in the same way, for a short kernel's start and
+end are a part of its time. Below that a call is judged by its time alone: with inputs in the L2 ("hot"),
+where in a model the kernel before has just left them, and rotating ("cold"). "parts 4" are inputs in four
+float32 partial sums, as a product that cut its inner dimension leaves them.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +27,9 @@ from torch import Tensor
 from qinfer.kernels import (
     activation,
     activation_triton,
+    fused_activation,
     fused_activation_triton,
+    fused_norm,
     fused_norm_triton,
     norm,
     norm_triton,
@@ -32,12 +38,8 @@ from qinfer.kernels import (
 )
 
 ROWS = (1, 16, 64, 1024, 4096)
-WIDTHS = (
-    (896, 4864),
-    (2560, 9728),
-    (4096, 14336),
-    (8192, 28672),
-)  # hidden, gated
+WIDTHS = ((576, 1536), (896, 4864), (2048, 8192), (2560, 9728), (4096, 14336), (8192, 28672))  # hidden, gated
+PARTS = 4
 EPS = 1e-5
 
 
@@ -104,6 +106,36 @@ def cases(rows: int, hidden: int, gated: int) -> Iterator[Case]:
         quantize_per_token.int8_per_token,
         3 * large,
     )
+    if rows <= 64:
+        yield from cases_of_parts(rows, hidden, gated)
+
+
+def cases_of_parts(rows: int, hidden: int, gated: int) -> Iterator[Case]:
+    """With the split-K sum folded in; plain torch sums first."""
+    weight = randn(hidden)
+    yield Case(
+        f"add_rms_norm_int8 parts {PARTS}",
+        lambda: (torch.randn(PARTS, rows, hidden, device="cuda"), randn(rows, hidden)),
+        lambda x, r: fused_norm_triton.add_rms_norm_int8(x, r, weight, EPS),
+        lambda x, r: fused_norm.add_rms_norm_int8(x, r, weight, EPS),
+        (4 * PARTS + 5) * rows * hidden,
+    )
+    yield Case(
+        f"silu_mul_int8 parts {PARTS}",
+        lambda: (torch.randn(PARTS, rows, 2 * gated, device="cuda"),),
+        fused_activation_triton.silu_mul_int8,
+        fused_activation.silu_mul_int8,
+        (8 * PARTS + 1) * rows * gated,
+    )
+
+
+@cache
+def copy_us(num_bytes: int) -> float:
+    """Time of a copy that reads and writes `num_bytes` in all."""
+    size = num_bytes // 2
+    count = max(2, min(32, L2_TWICE // num_bytes + 1))
+    pairs = [torch.randint(256, (2, size), dtype=torch.uint8, device="cuda").unbind(0) for _ in range(count)]
+    return microseconds([lambda a=a, b=b: b.copy_(a) for a, b in pairs] * max(1, 16 // count))
 
 
 def measure(case: Case, rows: int) -> dict[str, Any]:
@@ -116,7 +148,16 @@ def measure(case: Case, rows: int) -> dict[str, Any]:
         found["hot_us"] = microseconds([lambda: case.call(*sets[0])] * 24)
     else:
         found["tb_s"] = case.num_bytes / cold / 1e6
+        found["equal_copy_us"] = copy_us(case.num_bytes)
     return found
+
+
+def summary(found: dict[str, Any], copy: float) -> str:
+    times = f"{found['cold_us']:7.2f} us  {found['torch_us'] / found['cold_us']:5.1f}x torch"
+    if "hot_us" in found:
+        return f"{times}  hot {found['hot_us']:5.2f} us"
+    of_equal = found["equal_copy_us"] / found["cold_us"]
+    return f"{times}  {found['tb_s'] / copy:5.1%} of copy  {of_equal:5.1%} of an equal one"
 
 
 def main() -> None:
@@ -133,15 +174,7 @@ def main() -> None:
                 found = measure(case, rows)
                 width = hidden if "norm" in case.name else gated
                 table.append({"op": case.name, "rows": rows, "width": width, **found})
-                share = (
-                    f"{found['tb_s'] / copy:6.1%} of copy"
-                    if "tb_s" in found
-                    else f"hot {found['hot_us']:5.2f} us"
-                )
-                print(
-                    f"{case.name:18} {rows:5} x {width:5}: {found['cold_us']:7.2f} us  {share}  "
-                    f"{found['torch_us'] / found['cold_us']:5.1f}x torch"
-                )
+                print(f"{case.name:26} {rows:5} x {width:5}: {summary(found, copy)}")
     document = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -8,7 +8,7 @@ are given at all, never on a row's values, so a chain can be captured in a CUDA 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,12 +17,14 @@ from torch import Tensor
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.row_draw_triton import finish
 from qinfer.kernels.row_search_triton import gather, narrow, survey
+from qinfer.kernels.rows_triton import INTERPRETED
 
 CHUNK = 4096  # logits of a piece
 ROOM = 128  # logits that a piece may leave in the bracket
 PIVOTS = 16
 ROUNDS = 2  # of narrowing: to 1 / 256 of the first bracket
 WARPS = {"survey": 8, "narrow": 8, "gather": 8, "finish": 8}
+EARLY = not INTERPRETED
 
 
 class Limits(NamedTuple):
@@ -85,7 +87,7 @@ def run(
     bracket = _narrowed(logits, limits, found, sizes, shape) if filters else (None,) * 6
     finish[(num_rows,)](
         logits, uniform, *limits, *found, places, *bracket, ids, least, *shape,
-        FILTER=filters, ROOM=ROOM, **sizes, num_warps=WARPS["finish"],
+        FILTER=filters, ROOM=ROOM, **sizes, **_launch("finish"),
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def surveyed(logits: Tensor, temperature: Tensor | None) -> tuple[Survey, Tensor
         logits.stride(0),
         pieces,
         CHUNK=CHUNK,
-        num_warps=WARPS["survey"],
+        **_launch("survey"),
     )
     return found, places
 
@@ -122,7 +124,7 @@ def _narrowed(
         old, new = (i + 1) % 2, i % 2
         narrow[grid](
             logits, *limits, *found, pivots[old], weights[old], pivots[new], weights[new], targets,
-            *shape, FIRST=i == 0, SECOND=i == 1, PIVOTS=PIVOTS, **sizes, num_warps=WARPS["narrow"],
+            *shape, FIRST=i == 0, SECOND=i == 1, PIVOTS=PIVOTS, **sizes, **_launch("narrow"),
         )  # fmt: skip
     last = (ROUNDS - 1) % 2
     kept = torch.empty(num_rows, pieces, ROOM, device=device)
@@ -131,8 +133,7 @@ def _narrowed(
     brackets = torch.empty(num_rows, 2, device=device)
     gather[grid](
         logits, *limits, *found, pivots[last], weights[last], targets, kept, *counts, masses, brackets,
-        *shape,
-        PIVOTS=PIVOTS, SECOND=ROUNDS == 1, ROOM=ROOM, **sizes, num_warps=WARPS["gather"],
+        *shape, PIVOTS=PIVOTS, SECOND=ROUNDS == 1, ROOM=ROOM, **sizes, **_launch("gather"),
     )  # fmt: skip
     return targets, kept, *counts.unbind(0), masses, brackets
 
@@ -149,6 +150,11 @@ def offline_variants() -> Iterator[Variant]:
         (gather, {**sizes, "PIVOTS": PIVOTS, "SECOND": False, "ROOM": ROOM}),
         (finish, {**sizes, "FILTER": True, "ROOM": ROOM}),
     ):
+        options = _launch(kernel.__name__)
+        constants["EARLY"] = options.pop("EARLY")
         signature = {name: types.get(name, "*fp32") for name in kernel.arg_names if name not in constants}
-        options = {"num_warps": WARPS[kernel.__name__]}
         yield Variant(kernel.__name__, kernel, signature, constants, options, ("num_tokens", "stride"))
+
+
+def _launch(kernel: str) -> dict[str, Any]:
+    return {"EARLY": EARLY, "num_warps": WARPS[kernel], "launch_pdl": EARLY}

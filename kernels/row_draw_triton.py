@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from qinfer.kernels.row_search_triton import COUNT, INF, LOG2E, MASS, NONE, _request, _whole_row
 
@@ -29,23 +30,31 @@ def _weight(x, top, slope, counting):
 
 
 @triton.jit
-def _search(at, length, lo, hi, base, target, top, slope, counting, BLOCK: tl.constexpr):
-    """The largest t in [lo, hi) with base + W(t) >= target over `length` logits at `at`; lo if none is."""
+def _search(x, at, length, lo, hi, base, target, top, slope, counting, BLOCK: tl.constexpr):
+    """The largest t in [lo, hi) with base + W(t) >= target; lo if none is.
+
+    W is that of x, or where x is None of `length` logits at `at`, read again in every step.
+    """
     a = _flip(lo.to(tl.int32, bitcast=True)).to(tl.int64)
     b = _flip(hi.to(tl.int32, bitcast=True)).to(tl.int64)
     lane = tl.arange(0, BLOCK)
+    if x is not None:
+        w = _weight(x, top, slope, counting)
     while b - a > 1:
         step = tl.maximum((b - a) // 4, 1)
         t1, t2, t3 = _value(a + step), _value(a + 2 * step), _value(a + 3 * step)
-        s1 = tl.zeros((BLOCK,), tl.float32)
-        s2 = tl.zeros((BLOCK,), tl.float32)
-        s3 = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, length, BLOCK):
-            x = tl.load(at + start + lane, mask=start + lane < length, other=-INF).to(tl.float32)
-            w = _weight(x, top, slope, counting)
-            s1 += tl.where(x >= t1, w, 0.0)
-            s2 += tl.where(x >= t2, w, 0.0)
-            s3 += tl.where(x >= t3, w, 0.0)
+        if x is not None:
+            s1, s2, s3 = tl.where(x >= t1, w, 0.0), tl.where(x >= t2, w, 0.0), tl.where(x >= t3, w, 0.0)
+        else:
+            s1 = tl.zeros((BLOCK,), tl.float32)
+            s2 = tl.zeros((BLOCK,), tl.float32)
+            s3 = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, length, BLOCK):
+                y = tl.load(at + start + lane, mask=start + lane < length, other=-INF).to(tl.float32)
+                v = _weight(y, top, slope, counting)
+                s1 += tl.where(y >= t1, v, 0.0)
+                s2 += tl.where(y >= t2, v, 0.0)
+                s3 += tl.where(y >= t3, v, 0.0)
         w1, w2, w3 = tl.reduce((s1, s2, s3), 0, _add3)
         reached = (base + w1 >= target).to(tl.int64) + (base + w2 >= target) + (base + w3 >= target)
         b = tl.minimum(b, tl.where(reached < 3, a + (reached + 1) * step, b))
@@ -54,19 +63,22 @@ def _search(at, length, lo, hi, base, target, top, slope, counting, BLOCK: tl.co
 
 
 @triton.jit
-def _limit(at, length, lo, hi, base, target, kind, p, top, slope, BLOCK: tl.constexpr):
-    """What top_k and then top_p keep begins here."""
+def _limit(x, at, length, lo, hi, base, target, kind, p, top, slope, BLOCK: tl.constexpr):
+    """What top_k and then top_p keep begins here; x, at and length are those of `_search`."""
     limit = lo
     if kind != NONE:
-        limit = _search(at, length, lo, hi, base, target, top, slope, kind == COUNT, BLOCK)
+        limit = _search(x, at, length, lo, hi, base, target, top, slope, kind == COUNT, BLOCK)
     if (kind == COUNT) & (p < 1):
-        lane = tl.arange(0, BLOCK)
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, length, BLOCK):
-            x = tl.load(at + start + lane, mask=start + lane < length, other=-INF).to(tl.float32)
-            mass += tl.where(x >= limit, tl.exp2((x - top) * slope), 0.0)
+        if x is not None:
+            mass = tl.where(x >= limit, tl.exp2((x - top) * slope), 0.0)
+        else:
+            lane = tl.arange(0, BLOCK)
+            mass = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, length, BLOCK):
+                y = tl.load(at + start + lane, mask=start + lane < length, other=-INF).to(tl.float32)
+                mass += tl.where(y >= limit, tl.exp2((y - top) * slope), 0.0)
         target = tl.maximum(p * tl.sum(mass, 0), 1e-30)
-        limit = _search(at, length, limit, hi, 0.0, target, top, slope, False, BLOCK)
+        limit = _search(x, at, length, limit, hi, 0.0, target, top, slope, False, BLOCK)
     return limit
 
 
@@ -105,8 +117,12 @@ def _drawn(row_at, masses, uniform, limit, top, slope, num_tokens, CHUNK: tl.con
 @triton.jit
 def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, minima, places, targets, kept,
            counts, above_counts, above_masses, brackets, ids, limits, num_tokens, stride, num_chunks,
-           FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+           FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """Grid (rows,): the row's token, and its limit where `limits` is wanted. FILTER: some limit is on."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     t, _, p, _, kind, greedy = _request(row, temperature, top_k, top_p, min_p, num_tokens)
     slope = LOG2E / t
@@ -131,13 +147,14 @@ def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, mini
         if tl.max(count, 0) <= ROOM:
             above = tl.sum(tl.load(above_counts + at, mask=real, other=0), 0).to(tl.float32)
             base = tl.where(kind == MASS, tl.sum(masses, 0), above)
+            spot = tl.arange(0, CHUNKS * ROOM)
             first = kept + row * num_chunks * ROOM
-            limit = _limit(first, num_chunks * ROOM, lo, hi, base, target, kind, p, top, slope, CHUNK)
-            spot = tl.arange(0, ROOM)
-            inside = tl.load(first + each[:, None] * ROOM + spot[None, :], mask=real[:, None], other=-INF)
-            masses += tl.sum(tl.where(inside >= limit, tl.exp2((inside - top) * slope), 0.0), 1)
+            inside = tl.load(first + spot, mask=spot < num_chunks * ROOM, other=-INF)
+            limit = _limit(inside, first, 0, lo, hi, base, target, kind, p, top, slope, CHUNK)
+            mass = tl.where(inside >= limit, tl.exp2((inside - top) * slope), 0.0)
+            masses += tl.sum(tl.reshape(mass, (CHUNKS, ROOM)), 1)
         else:
-            limit = _limit(row_at, num_tokens, lo, hi, 0.0, target, kind, p, top, slope, CHUNK)
+            limit = _limit(None, row_at, num_tokens, lo, hi, 0.0, target, kind, p, top, slope, CHUNK)
             masses = _masses(row_at, num_tokens, limit, top, slope, CHUNK, CHUNKS)
     else:
         masses = tl.load(sums + at, mask=real, other=0.0) * tl.exp2((largest - top) * slope)

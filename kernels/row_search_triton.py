@@ -17,10 +17,14 @@ whose largest logit lies below the bracket are not read again. Where more is lef
 
 The draw inverts the cumulative distribution, which runs in the order of token ids: first by pieces, then
 inside one.
+
+EARLY: a kernel is launched before the one before it has ended, and waits at its start. Each waits, also where
+it has nothing to do, so that the end of one means the end of all before it.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, COUNT, MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is searched for in a row
@@ -58,8 +62,15 @@ def _whole_row(row, maxima, sums, minima, num_chunks, slope, CHUNKS: tl.constexp
 
 @triton.jit
 def _floor(top, t, min_p):
-    """The least logit that min_p keeps."""
-    return tl.where(min_p > 0, top + t * tl.log(min_p), -INF)
+    """The least float32 that min_p keeps: the first at or above top + t log(min_p), which float64 tells."""
+    floor = -INF
+    if min_p > 0:
+        exact = top.to(tl.float64) + t.to(tl.float64) * tl.log(min_p.to(tl.float64))
+        floor = exact.to(tl.float32)
+        bits = floor.to(tl.int32, bitcast=True)
+        above = tl.where(floor < 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
+        floor = tl.where(floor.to(tl.float64) < exact, above, floor)
+    return floor
 
 
 @triton.jit
@@ -86,9 +97,13 @@ def _bracket(row, chunk, kind, k, p, min_p, mass, pivots, weights, targets, num_
 
 @triton.jit
 def survey(
-    logits, temperature, maxima, sums, minima, places, num_tokens, stride, num_chunks, CHUNK: tl.constexpr
-):
+    logits, temperature, maxima, sums, minima, places, num_tokens, stride, num_chunks, CHUNK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
     """Grid (pieces, rows). A piece that holds NaN has it for its largest."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, CHUNK)
@@ -115,8 +130,11 @@ def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
 @triton.jit
 def narrow(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, old_pivots, old_weights, pivots,
            weights, targets, num_tokens, stride, num_chunks, FIRST: tl.constexpr, SECOND: tl.constexpr,
-           CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr):  # fmt: skip
+           CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Grid (pieces, rows): this piece's W at the pivots of the row's bracket."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     t, k, p, least, kind, _ = _request(row, temperature, top_k, top_p, min_p, num_tokens)
@@ -167,8 +185,12 @@ def narrow(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, old_p
 @triton.jit
 def gather(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, pivots, weights, targets, kept,
            counts, above_counts, above_masses, brackets, num_tokens, stride, num_chunks, CHUNK: tl.constexpr,
-           CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, SECOND: tl.constexpr, ROOM: tl.constexpr):  # fmt: skip
+           CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, SECOND: tl.constexpr, ROOM: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """Grid (pieces, rows): this piece's logits inside the row's bracket, and count and mass above it."""
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     t, k, p, least, kind, _ = _request(row, temperature, top_k, top_p, min_p, num_tokens)

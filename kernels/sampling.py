@@ -42,8 +42,8 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     """
     vocab_size = logits.shape[1]
     if bool((min_p > 0).any()):
-        limit = logits.amax(1, keepdim=True) + min_p.log().unsqueeze(1)
-        logits = logits.masked_fill(logits < limit, float("-inf"))
+        limit = logits.amax(1).double() + min_p.double().log()
+        logits = logits.masked_fill(logits < _rounded_up(limit, logits.dtype).unsqueeze(1), float("-inf"))
     rows = ((top_k > 0) & (top_k < vocab_size)).nonzero().flatten()
     if len(rows):
         k = top_k[rows]
@@ -53,6 +53,12 @@ def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -
     if len(rows):
         logits = _mask_below(logits, rows, _nucleus_limit(logits[rows], top_p[rows].unsqueeze(1)))
     return logits
+
+
+def _rounded_up(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The least numbers of `dtype` that are not below x [R] float64."""
+    near = x.to(dtype)
+    return torch.where(near < x, near.nextafter(torch.full_like(near, float("inf"))), near)
 
 
 def _mask_below(logits: Tensor, rows: Tensor, limit: Tensor) -> Tensor:

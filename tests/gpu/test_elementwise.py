@@ -147,6 +147,22 @@ def test_a_captured_chain_follows_its_inputs() -> None:
             assert torch.equal(ours, theirs)
 
 
+def test_the_same_inputs_give_the_same_bits() -> None:
+    x, residual, weight = randn(257, 8192), randn(257, 8192), randn(8192)
+    parts, gate_up = torch.randn(5, 64, 8192, device="cuda"), randn(257, 2 * 14336)
+    for op in (
+        lambda: norm_triton.add_rms_norm(x, residual, weight, EPS, 1.0),
+        lambda: fused_norm_triton.add_rms_norm_int8(x, residual, weight, EPS),
+        lambda: fused_norm_triton.add_rms_norm_fp8(parts, residual[:64], weight, EPS),
+        lambda: fused_activation_triton.gelu_mul_int8(gate_up),
+        lambda: fused_activation_triton.silu_mul_fp8(parts),
+        lambda: quantize_per_token_triton.int8_per_token(gate_up),
+    ):
+        first = [out.view(torch.uint8) for out in op()]
+        for _ in range(20):
+            assert all(torch.equal(a, b.view(torch.uint8)) for a, b in zip(first, op(), strict=True))
+
+
 def test_offsets_past_two_to_the_31() -> None:
     rows, width = 80_000, 14336
     gate_up = torch.zeros(rows, 2 * width, device="cuda", dtype=torch.bfloat16)

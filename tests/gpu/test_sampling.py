@@ -49,8 +49,8 @@ def exact_limit(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
     """The least logit [R, 1] that is kept, by sorting in float64."""
     values = logits.double().sort(dim=1, descending=True).values
     limit = torch.full_like(values[:, :1], -math.inf)
-    if min_p > 0:
-        limit = values[:, :1] + math.log(min_p)
+    if min_p > 0:  # as float32 has it, which is what the op is given
+        limit = values[:, :1] + torch.tensor(min_p).double().log().item()
     if top_k:
         limit = torch.maximum(limit, values[:, top_k - 1 : top_k])
     if top_p < 1:
@@ -60,6 +60,22 @@ def exact_limit(logits: Tensor, top_k: int, top_p: float, min_p: float) -> Tenso
         count = torch.minimum(count, (mass > 0).sum(1, keepdim=True))
         limit = torch.maximum(limit, values.gather(1, count - 1))
     return limit
+
+
+def test_min_p_keeps_to_the_last_bit() -> None:
+    """The logits are the float32 numbers around the limit, which no sum of float32 numbers would hit."""
+    torch.manual_seed(0)
+    min_p = torch.rand(512, device="cuda").clamp_min(1e-6)
+    top = 30 * torch.rand(512, device="cuda").double()
+    near = (top.float().double() + min_p.double().log()).float().unsqueeze(1)
+    steps = torch.arange(-20, 20, device="cuda", dtype=torch.int32)
+    logits = (near.view(torch.int32) + steps).view(torch.float32)
+    logits = torch.cat((logits, top.float().unsqueeze(1)), 1)
+    off = torch.zeros(512, device="cuda", dtype=torch.int64)
+    expected = logits.double() >= logits.double().amax(1, keepdim=True) + min_p.double().log().unsqueeze(1)
+    for module in (sampling_triton, sampling):
+        out = module.filter_logits(logits, off, torch.ones_like(min_p), min_p)
+        assert torch.equal(out.isfinite(), expected)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)

@@ -1,6 +1,7 @@
 """Sampling on rows of logits: published formulas, boundaries and the drawn distribution."""
 
 import math
+from decimal import Decimal, localcontext
 
 import pytest
 import torch
@@ -53,6 +54,23 @@ def test_min_p_is_relative_to_the_likeliest() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
     assert kept(logits, min_p=0.25) == [{0, 1, 2}]
     assert kept(logits, min_p=1.0) == [{0}]
+
+
+def test_min_p_keeps_to_the_last_bit() -> None:
+    """A logit stays where it is at least the largest + log(min_p), which 40 decimal digits tell here."""
+    generator = torch.Generator().manual_seed(0)
+    min_p = torch.rand(64, generator=generator).clamp_min(1e-6)
+    top = 30 * torch.rand(64, 1, generator=generator)
+    near = (top.double() + min_p.double().log().unsqueeze(1)).float()
+    steps = torch.arange(-4, 4, dtype=torch.int32)
+    logits = torch.cat(((near.view(torch.int32) + steps).view(torch.float32), top), 1)
+    out = ops.filter_logits(logits, torch.zeros(64, dtype=torch.int64), full(64, 1.0), min_p)
+    with localcontext(prec=40):
+        for row, filtered, least in zip(
+            logits.tolist(), out.isfinite().tolist(), min_p.tolist(), strict=True
+        ):
+            limit = Decimal(max(row)) + Decimal(least).ln()
+            assert filtered == [Decimal(x) >= limit for x in row]
 
 
 def test_p03_top_p_at_its_boundaries() -> None:

@@ -79,6 +79,19 @@ def test_filter_keeps_what_its_meaning_keeps(top_k: int, top_p: float, min_p: fl
     )
 
 
+def test_min_p_keeps_to_the_last_bit() -> None:
+    """Numbers next to each other around the largest + log(min_p), which float64 tells."""
+    top, min_p = rows(3.7, 20.1, 1.5), rows(0.05, 0.3, 0.2)
+    limits = top.double() + min_p.double().log()
+    steps = torch.arange(-3, 3, dtype=torch.int32, device=DEVICE)
+    logits = (limits.float().unsqueeze(1).view(torch.int32) + steps).view(torch.float32)
+    logits = torch.cat((logits, top.unsqueeze(1)), 1)
+    off = rows(0, 0, 0, dtype=torch.int64)
+    kept = sampling_triton.filter_logits(logits, off, rows(1, 1, 1), min_p).isfinite()
+    assert torch.equal(kept, logits.double() >= limits.unsqueeze(1))
+    assert 1 < int(kept.sum()) < kept.numel()
+
+
 def test_draws_invert_the_distribution() -> None:
     probs = torch.zeros(1, VOCAB)
     probs[0, [0, 70, 149]] = torch.tensor([0.1, 0.6, 0.3])
