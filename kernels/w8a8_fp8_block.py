@@ -39,7 +39,8 @@ def w8a8_fp8_block_codes(
 def fp8_per_group(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> codes float8_e4m3fn [T, K] and scale float32 [T, ceil(K/128)] = absmax of 128 / 448."""
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % GROUP)).view(x.shape[0], -1, GROUP)
-    scale = (groups.abs().amax(-1) / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    limit = torch.full((), FP8_MAX, device=x.device)  # a plain number's reciprocal is an ulp off on a GPU
+    scale = (groups.abs().amax(-1) / limit).clamp_min(SMALLEST_SCALE)
     codes = (x.float() / _spread(scale, x.shape[1])).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return codes, scale
 
