@@ -88,7 +88,7 @@ def test_m01_weights_beyond_the_budget_are_refused_before_loading():
     memory.require_weights_fit(GIB, available=3 * GIB, memory=2 * GIB)
     with pytest.raises(UserError, match=r"weights alone need 4\.00 GiB .* free is 3\.00 GiB"):
         memory.require_weights_fit(4 * GIB, available=3 * GIB, memory=None)
-    with pytest.raises(UserError, match=r"weights are 2\.00 GiB .* budget is 1\.00 GiB"):
+    with pytest.raises(UserError, match=r"weights alone need 2\.00 GiB .* budget is 1\.00 GiB"):
         memory.require_weights_fit(2 * GIB, available=3 * GIB, memory=GIB)
     with pytest.raises(UserError, match=r"4\.00 GiB .* 3\.00 GiB that are free"):
         memory.require_weights_fit(GIB, available=3 * GIB, memory=4 * GIB)
