@@ -85,11 +85,26 @@ class Layer:
 
     def __call__(self, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
         """The residual stream before the layer -> after it, [T, H]."""
+        x, hidden = self.step(None, hidden, rope, attend, tap)
+        return torch.add(hidden, x, alpha=self.config.residual_multiplier)
+
+    def step(
+        self, x: Tensor | None, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer from norm to norm: takes what the last layer left to add to the stream, leaves its own.
+
+        So each addition and the norm of the sum are one op. x (None: nothing) and hidden [T, H].
+        """
         config = self.config
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         qkv_codes = self.attention.qkv.codes if tap is None else None
         mlp_codes = self.mlp.gate_up.codes if tap is None else None
-        normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset)
+        if x is None:
+            normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset)
+        else:
+            normed, hidden = ops.add_rms_norm_to(
+                qkv_codes, x, hidden, self.input_norm, eps, offset=offset, multiplier=multiplier
+            )
         x = self.attention(normed, rope, attend, tap)
         if self.attention_out_norm is not None:
             x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
@@ -99,7 +114,7 @@ class Layer:
         x = self.mlp(normed, tap)
         if self.mlp_out_norm is not None:
             x = ops.rms_norm(x, self.mlp_out_norm, eps, offset=offset)
-        return torch.add(hidden, x, alpha=multiplier)
+        return x, hidden
 
 
 class Decoder:
@@ -148,16 +163,14 @@ class Decoder:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids and positions [T] -> hidden states after the final norm [T, H]."""
-        hidden = self.embed(token_ids)
+        config = self.config
+        hidden, x = self.embed(token_ids), None
         rope = self.rope(positions)
         for layer in self.layers:
-            hidden = layer(hidden, rope, attend)
-        return self.final_norm(hidden)
-
-    def final_norm(self, hidden: Tensor) -> Tensor:
-        """The norm before the head, [T, H] -> [T, H]."""
-        config = self.config
-        return ops.rms_norm(hidden, self.norm, config.rms_norm_eps, offset=config.norm_offset)
+            x, hidden = layer.step(x, hidden, rope, attend)
+        assert x is not None
+        eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
+        return ops.add_rms_norm(x, hidden, self.norm, eps, offset=offset, multiplier=multiplier)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [rows, H] -> [rows, V] float32."""
