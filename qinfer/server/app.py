@@ -21,7 +21,7 @@ from qinfer.evals.certificate import GateStatus
 from qinfer.server import chat, completions, errors
 from qinfer.server.exposition import Compat, make_registry
 from qinfer.server.metrics import ServerMetrics
-from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
+from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey, check_keys
 from qinfer.server.protocol import ChatRequest, CompletionRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
@@ -42,8 +42,9 @@ def build_app(
 ) -> FastAPI:
     """An app that serves `engine`; names and gate are those of its LLM unless given.
 
-    `api_keys` empty: open to all. The caller shuts the engine down.
+    `api_keys` empty: open to all; UserError where one of them is empty. The caller shuts the engine down.
     """
+    check_keys(api_keys)
     names = tuple(served_model_names or engine.llm.served_model_names)
     state = ServerState(engine, names, gate or engine.llm.gate, trust_request_chat_template)
     metrics = ServerMetrics(engine.max_model_len)

@@ -8,6 +8,7 @@ from qinfer import __version__
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
 from qinfer.server import run
+from qinfer.server.app import build_app
 from qinfer.server.middleware import OPEN_PATHS
 
 KEYS = ("first-key", "second-key")
@@ -43,13 +44,15 @@ def test_h12_every_route_but_the_open_ones_wants_a_key(serve_scripted):
         assert served.client.options("/v1/models").status_code == 405
 
 
-def test_an_empty_key_is_refused_before_anything_is_loaded():
+def test_an_empty_key_is_refused_before_anything_is_loaded(served):
     def load():
         raise AssertionError("nothing is loaded")
 
     for keys in ([""], ["good", " "]):
         with pytest.raises(UserError, match="an API key is empty"):
             run.serve(load, port=0, api_keys=keys)
+        with pytest.raises(UserError, match="an API key is empty"):
+            build_app(served.engine, api_keys=keys)
 
 
 def test_request_ids_are_echoed_or_made(served):
