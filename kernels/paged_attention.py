@@ -178,13 +178,20 @@ def _gather(
         numbers = flat.view(dtype=torch.uint8).index_select(0, group.pages).view(dtype=stored.dtype)
     else:
         numbers = flat.index_select(0, group.pages)
-    numbers = numbers.view(-1, dim)
-    row_scales = None if scales is None else scales.view(-1, size).index_select(0, group.pages).view(-1)
-    values = load(numbers, row_scales, scale, dtype)
+    if scales is None:
+        values = load(numbers, None, scale, dtype)
+    else:
+        row_scales = scales.view(-1, size).index_select(0, group.pages).view(-1)
+        values = load(numbers.view(-1, dim), row_scales, scale, dtype)
     if group.padding is not None:
-        values.index_fill_(0, group.padding, 0)
+        values.view(-1, dim).index_fill_(0, group.padding, 0)
     first, stop = group.span.start, group.span.stop
-    return values.view(group.num_seqs, num_kv_heads, -1, dim).narrow(2, first, stop - first)
+    of_head = values.numel() // (group.num_seqs * num_kv_heads)  # one call where view and narrow are two
+    return values.as_strided(
+        (group.num_seqs, num_kv_heads, stop - first, dim),
+        (num_kv_heads * of_head, of_head, dim, 1),
+        values.storage_offset() + first * dim,
+    )
 
 
 def _sdpa(

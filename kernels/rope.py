@@ -20,9 +20,8 @@ def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns a new tensor [T, N, D].
     """
     rotary_dim = cos.shape[-1]
-    turning = heads[..., :rotary_dim]
+    whole = rotary_dim == heads.shape[-1]
+    turning = heads if whole else heads[..., :rotary_dim]
     swapped = turning.roll(rotary_dim // 2, dims=-1)
-    turned = torch.addcmul(turning * cos[:, None], swapped, sin[:, None])
-    if rotary_dim == heads.shape[-1]:
-        return turned
-    return torch.cat((turned, heads[..., rotary_dim:]), dim=-1)
+    turned = torch.addcmul(turning * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
+    return turned if whole else torch.cat((turned, heads[..., rotary_dim:]), dim=-1)

@@ -33,7 +33,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def w8a8_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight int8 [N, K], weight_scale float32 [N] -> [T, N] in x's dtype."""
+    """x [T, K], weight int8 [N, K], weight_scale [N] -> [T, N] in x's dtype."""
     codes, scale = scaled(x)
     if x.dtype is torch.bfloat16 and x.shape[0] <= MAX_ROWS_OF_INT8_OP:
         rows = codes.round_().bfloat16()
@@ -42,7 +42,7 @@ def w8a8_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
         sums = codes.round_() * weight.float().t()
     else:
         sums = torch._int_mm(codes.add_(_ROUND).view(torch.int32).char(), weight.t()).float()
-    return sums.mul_(weight_scale).mul_(scale).type_as(x)
+    return sums.mul_(weight_scale.float()).mul_(scale).type_as(x)
 
 
 def gives_exact_integers() -> bool:

@@ -23,6 +23,7 @@ from qinfer.kernels import dense as _dense
 from qinfer.kernels import fused_activation as _fused_activation
 from qinfer.kernels import fused_norm as _fused_norm
 from qinfer.kernels import fused_sampling as _fused_sampling
+from qinfer.kernels import int8_row_cpu as _int8_row_cpu
 from qinfer.kernels import kv_format as _kv_format
 from qinfer.kernels import norm as _norm
 from qinfer.kernels import paged_attention as _paged_attention
@@ -41,6 +42,7 @@ from qinfer.kernels import w8a16_int8 as _w8a16_int8
 from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
 from qinfer.kernels import write_kv_cpu as _write_kv_cpu
+from qinfer.kernels.int8_row_cpu import Int8Row as Int8Row
 from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
@@ -64,7 +66,12 @@ class Codes:
     dtype: torch.dtype
 
 
-Activations: TypeAlias = Tensor | Codes
+Activations: TypeAlias = Tensor | Codes | Int8Row
+
+
+def _is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
+    return codes is torch.int8 and x.shape[0] == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu"
+
 
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
 
@@ -94,7 +101,13 @@ def add_rms_norm_to(
     offset: float = 0.0,
     multiplier: float = 1.0,
 ) -> tuple[Activations, Tensor]:
-    """`add_rms_norm` for a product that wants `codes`, in one pass on a GPU; elsewhere it makes its own."""
+    """`add_rms_norm` for a product that wants `codes`: in one pass on a GPU, and for one token on a CPU.
+
+    Elsewhere the product makes its own codes.
+    """
+    if _is_int8_row(codes, x):
+        total = torch.add(residual, x, alpha=multiplier)
+        return _int8_row_cpu.rms_norm(total, weight, eps, offset), total
     if codes is None or not x.is_cuda:
         return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
     values, scale, total = _backend.run(_ADD_NORM_TO[codes], x, residual, weight, eps, offset, multiplier)
@@ -138,6 +151,8 @@ def rms_norm_to(
     codes: torch.dtype | None, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
 ) -> Activations:
     """`rms_norm` for a product that wants `codes`: see `add_rms_norm_to`."""
+    if _is_int8_row(codes, x):
+        return _int8_row_cpu.rms_norm(x, weight, eps, offset)
     if codes is None or not x.is_cuda:
         return rms_norm(x, weight, eps, offset=offset)
     return Codes(*_backend.run(_NORM_TO[codes], x, weight, eps, offset), x.dtype)
@@ -167,6 +182,8 @@ _GATED_TO: dict[tuple[Callable[[Tensor], Tensor], torch.dtype], Callable[[Tensor
 
 def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Activations:
     """`gate`, which is silu_mul or gelu_mul, for a product that wants `codes`: see `add_rms_norm_to`."""
+    if _is_int8_row(codes, gate_up):
+        return _int8_row_cpu.silu_mul(gate_up) if gate is silu_mul else _int8_row_cpu.gelu_mul(gate_up)
     if codes is None or not gate_up.is_cuda:
         return gate(gate_up)
     return Codes(*_backend.run(_GATED_TO[gate, codes], gate_up), gate_up.dtype)
@@ -214,11 +231,15 @@ def pack_w8a8_int8(weight: Tensor) -> Tensor:
 
 
 def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight from `pack_w8a8_int8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    """x [T, K], weight from `pack_w8a8_int8`, weight_scale [N] -> [T, N] in x's dtype."""
+    if isinstance(x, Int8Row):
+        return _int8_row_cpu.product(x, weight, weight_scale)
     if isinstance(x, Codes):
         return _backend.run(_w8a8_int8.w8a8_int8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
     if x.is_cuda:
         return _backend.run(_w8a8_int8.w8a8_int8, x, weight, weight_scale)
+    if _is_int8_row(torch.int8, x):
+        return _int8_row_cpu.product(_int8_row_cpu.quantize(x.float()), weight, weight_scale)
     if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)

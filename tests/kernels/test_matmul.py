@@ -113,7 +113,9 @@ def test_int8_rows_of_bfloat16_are_quantized_like_more_rows():
     x = normal(3, 576).bfloat16()
     codes, _ = int8_per_token(x)
     weight_scale = normal(64).abs().bfloat16().float()
-    exact = codes.double() @ weight.double().T * weight_scale.double() * (x.double().abs().amax(1, True) / 127)
+    exact = (
+        codes.double() @ weight.double().T * weight_scale.double() * (x.double().abs().amax(1, True) / 127)
+    )
     alone = torch.cat([ops.w8a8_int8(row, weight, weight_scale) for row in x.split(1)])
     together = ops.w8a8_int8(x, weight, weight_scale)
     assert ((alone.double() - exact).abs() <= exact.abs() * 2**-6.9).all()  # two roundings of 2^-8
@@ -168,7 +170,6 @@ def test_float8_is_the_meaning(dtype, num_tokens):
     assert y.dtype is dtype
     assert torch.isfinite(y).all()
     assert error_ratio(y, w8a8_fp8.w8a8_fp8(x.float(), weight, scale)) < bound
-    assert error_ratio(ops.w8a8_fp8(x, weight, scale), y.float()) < bound
 
 
 @dtypes
