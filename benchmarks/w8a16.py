@@ -4,17 +4,15 @@
     python benchmarks/w8a16.py --tune ROWS.json [--shapes 28672x4096,...] [--tokens 16,32,...]
 
 Prints the ceilings measured in this run first, then a table, then one JSON document. Weights rotate past the
-L2; times are medians of graph replays. For thousands of tokens the op may widen the weight and call torch.mm;
-the column "own" has the project's kernel alone there too. --tune: as in w8a8.py.
+L2; times are medians of graph replays. For thousands of tokens the op widens the weight and calls torch.mm,
+as its table says. --tune: as in w8a8.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-from cuts import cuts
-from products import Entry, Op, Weight, copies, main, register
+from products import Entry, Op, Weight, copies, main, register, splits
 from torch import Tensor
 
 from qinfer.kernels import w8a16_triton
@@ -38,19 +36,14 @@ PRODUCTS = {
 
 def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
     names = ("BM", "BN", "BK", "num_warps", "num_stages")
-    cores = torch.cuda.get_device_properties("cuda").multi_processor_count
     for values in PRODUCTS[m]:
         tile = dict(zip(names, values, strict=True))
         tiles, steps = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"])
-        for way in cuts(tiles, steps, cores):
-            for ahead in (0, 8) if m <= 128 else (8,):
-                yield {**tile, "AHEAD": ahead, **way}
+        for s in splits(tiles, steps) if m <= 512 else [1]:
+            for early in (1, 2) if s > 1 else (0, 1, 2):
+                yield tile | {"SPLITS": s, "EARLY": early}
     if m >= 1024:
         yield {"WIDEN": 1}
-
-
-def code(entry: Entry) -> Entry:
-    return entry if "WIDEN" in entry else {**entry, "AHEAD": 4, "SLOTS": 99, "PIECES": 99, "EARLY": 1}
 
 
 def make_int8(wide: Tensor) -> Weight:
@@ -88,10 +81,8 @@ def call_fp8(inputs: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tenso
 
 
 OPS = {
-    "w8a16_int8": Op(
-        "w8a16_int8", make_int8, given, exact, run_int8, call_int8, None, candidates, 3e-3, code
-    ),
-    "w8a16_fp8": Op("w8a16_fp8", make_fp8, given, exact, run_fp8, call_fp8, None, candidates, 3e-3, code),
+    "w8a16_int8": Op("w8a16_int8", make_int8, given, exact, run_int8, call_int8, None, candidates, 3e-3),
+    "w8a16_fp8": Op("w8a16_fp8", make_fp8, given, exact, run_fp8, call_fp8, None, candidates, 3e-3),
 }
 
 

@@ -97,7 +97,6 @@ def add_pieces(parts, bias, out, M, N, rest, steps, blocks, whole, pieces, chunk
     """Program (tile, chunk): BLOCK elements of a tile of out [M, N]; parts [pieces, 2, BM, BN] float32."""
     if EARLY:
         cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
     tile = tl.program_id(0) // chunks
     spot = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
     token = (whole + tile) % blocks * BM + spot // BN
@@ -107,6 +106,8 @@ def add_pieces(parts, bias, out, M, N, rest, steps, blocks, whole, pieces, chunk
     first = piece_of(tile * steps, units, pieces)
     last = piece_of(tile * steps + steps - 1, units, pieces)
     second = (first_unit(first, units, pieces) < tile * steps).to(tl.int32)  # this is its second tile
+    if EARLY:
+        cuda.gdc_wait()
     y = tl.zeros((BLOCK,), tl.float32)
     for start in range(first, last + 1, BATCH):
         for j in tl.static_range(BATCH):

@@ -25,19 +25,26 @@ from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.pieces import cut
-from qinfer.kernels.pieces_triton import add_up, adding_variant, fetch_ahead, share, workspace
 from qinfer.kernels.rows_triton import MEASURED, table_of
-from qinfer.kernels.split_k_triton import check
+from qinfer.kernels.split_k_triton import check, launch_options, same_code, splits_of, sum_of_parts
 from qinfer.kernels.tiles import Declined, Tile, tile
 
 WIDE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def multiply(
-    op: str, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, fp8: bool
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    fp8: bool,
+    in_parts: bool = False,
 ) -> Tensor:
-    """x [M, K], weight fragments, weight_scale [N], bias [N] or None -> x's dtype [M, N]."""
+    """x [M, K], weight fragments, weight_scale [N], bias [N] or None -> x's dtype [M, N].
+
+    in_parts: where the tile cuts K, float32 [S, M, N] is returned, which the next kernel adds up over S.
+    """
     if weight.dtype is not torch.int32:
         raise Declined(f"a weight of {weight.dtype} in rows; the kernel reads fragments")
     if x.is_cuda and x.dtype not in WIDE:
@@ -47,41 +54,36 @@ def multiply(
     check(x, n, x.dtype)
     if m == 0:
         return torch.empty(0, n, dtype=x.dtype, device=x.device)
-    return run(tile(op, table_of(x.device), formula, m, n, k), x, weight, weight_scale, bias, fp8)
+    entry = tile(op, table_of(x.device), formula, m, n, k)
+    return run(entry, x, weight, weight_scale, bias, fp8, in_parts)
 
 
 def run(
-    entry: Tile, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, fp8: bool
+    entry: Tile,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    fp8: bool,
+    in_parts: bool = False,
 ) -> Tensor:
     """`multiply` with a given tile; WIDEN in it asks for `widened` and torch.mm."""
     if "WIDEN" in entry:
         y = torch.mm(x, widened(weight, weight_scale, x.dtype, x.shape[1], fp8).T)
         return y if bias is None else y + bias
-    (m, k), n, shape = x.shape, weight.shape[1], (entry["BM"], entry["BN"])
-    blocks, steps = triton.cdiv(m, shape[0]), triton.cdiv(k, entry["BK"])
-    how = cut(triton.cdiv(n, shape[1]) * blocks, steps, entry["SLOTS"], entry["PIECES"])
-    parts = workspace(how, shape[0] * shape[1], x.device)
-    out = torch.empty(m, n, device=x.device, dtype=x.dtype)
-    rows = TensorDescriptor.from_tensor(x, [shape[0], min(entry["BK"], 128)])
-    product[(how.programs,)](
-        rows, weight, weight_scale, weight_scale if bias is None else bias, out, parts, m, n, k, blocks, *how,
-        entry["AHEAD"], entry["EARLY"], **constants(entry, bias is not None, fp8, WIDE.get(x.dtype, tl.float32), x.is_cuda),
-        **options(entry, x.is_cuda),
-    )  # fmt: skip
-    if how.pieces:
-        add_up(parts, bias, out, how, steps, blocks, shape)
-    return out
-
-
-def constants(entry: Tile, bias: bool, fp8: bool, wide: Any, on_gpu: bool) -> dict[str, Any]:
-    """The constants of `product`."""
-    shape = {name: entry[name] for name in ("BM", "BN", "BK")}
-    return {**shape, "BIAS": bias, "FP8": fp8, "WIDE": wide, "ASM": on_gpu}
-
-
-def options(entry: Tile, on_gpu: bool) -> dict[str, Any]:
-    """The compiler's and launcher's options; the interpreter starts nothing early."""
-    return {**{name: entry[name] for name in ("num_warps", "num_stages")}, "launch_pdl": on_gpu}
+    m, k, n, splits = *x.shape, weight.shape[1], entry["SPLITS"]
+    lead = [splits] if splits > 1 else []
+    out = torch.empty(*lead, m, n, device=x.device, dtype=torch.float32 if lead else x.dtype)
+    rows = TensorDescriptor.from_tensor(x, [entry["BM"], min(entry["BK"], 128)])
+    tiles = triton.cdiv(m, entry["BM"]) * triton.cdiv(n, entry["BN"])
+    options = launch_options(
+        entry, bias, x.is_cuda, FP8=fp8, WIDE=WIDE.get(x.dtype, tl.float32), ASM=x.is_cuda
+    )
+    given = (rows, weight, weight_scale, weight_scale if bias is None else bias, out)
+    product[(tiles, splits)](*given, m, n, k, **options)
+    if not lead or in_parts:
+        return out
+    return sum_of_parts(out, bias, x.dtype, entry["EARLY"] > 0)
 
 
 def widened(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, columns: int, fp8: bool) -> Tensor:
@@ -113,36 +115,36 @@ def formula(m: int, n: int, k: int) -> Tile:
     else:
         rows = max(16, triton.next_power_of_2(m))
         shape = {"BM": rows, "BN": 64, "BK": 128, "num_warps": 4, "num_stages": 4}
-    held = 132 if m > 128 else 264  # programs at once
     tiles = triton.cdiv(n, shape["BN"]) * triton.cdiv(m, shape["BM"])
-    pieces = min(held, tiles * k // 512) if tiles < 0.8 * held else 0
-    return {**shape, "AHEAD": 8, "EARLY": 2, "SLOTS": held, "PIECES": pieces}
+    splits = splits_of(tiles * shape["BM"] // 64 if m > 128 else tiles, triton.cdiv(k, shape["BK"]))
+    return {**shape, "SPLITS": splits, "EARLY": int(splits > 1)}
 
 
 def offline_variants() -> Iterator[Variant]:
     """The tables' tiles for Llama-8B's weights, and the formula's, both kinds of codes; few in float16."""
     shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
     cases = [(m, n, k, "bf16") for n, k in shapes for m in (1, 16, 32, 64, 128, 256, 512, 1024)]
-    found: dict[str, Variant] = {}
-    for op in ("w8a16_int8", "w8a16_fp8"):
-        for m, n, k, dtype in [*cases, (16, 4096, 4096, "fp16"), (256, 4096, 4096, "fp16")]:
-            entry = tile(op, MEASURED, formula, m, n, k)
-            if "WIDEN" not in entry:
-                variant = _variant(op, dtype, entry)
-                adding = adding_variant((entry["BM"], entry["BN"]), dtype)
-                found |= {variant.name: variant, adding.name: adding}
-    yield from found.values()
+    found = {
+        (op, dtype, tuple(sorted(same_code(tile(op, MEASURED, formula, m, n, k)).items())))
+        for op in ("w8a16_int8", "w8a16_fp8")
+        for m, n, k, dtype in [*cases, (16, 4096, 4096, "fp16"), (256, 4096, 4096, "fp16")]
+    }
+    for op, dtype, items in sorted(found):
+        if "WIDEN" not in dict(items):
+            yield _variant(op, dtype, dict(items))
 
 
-def _variant(op: str, dtype: str, entry: Tile) -> Variant:
-    wide = tl.bfloat16 if dtype == "bf16" else tl.float16
-    fixed = constants(entry, False, op == "w8a16_fp8", wide, True)
-    types = {"w": "*i32", "scale": "*fp32", "bias": "*fp32", "out": f"*{dtype}", "parts": "*fp32"}
+def _variant(op: str, dtype: str, entry: dict[str, Any]) -> Variant:
+    types = dict.fromkeys(("M", "N", "K"), "i32") | {"w": "*i32", "scale": "*fp32", "bias": "*fp32"}
     types["x"] = f"tensordesc<{dtype}{[entry['BM'], min(entry['BK'], 128)]}>"
-    signature = {name: types.get(name, "i32") for name in product.arg_names if name not in fixed}
-    chosen = options(entry, True)
-    label = " ".join([op, dtype, *(f"{name}={value}" for name, value in {**fixed, **chosen}.items())])
-    return Variant(label, product, signature, fixed, chosen, ("N", "K"), wants_tensor_cores=True)
+    types["out"] = "*fp32" if entry["SPLITS"] > 1 else f"*{dtype}"
+    wide = tl.bfloat16 if dtype == "bf16" else tl.float16
+    options = launch_options(entry, None, True, FP8=op == "w8a16_fp8", WIDE=wide, ASM=True)
+    constants = {name: value for name, value in options.items() if name in product.arg_names}
+    signature = {name: types[name] for name in product.arg_names if name not in constants}
+    launch = {name: value for name, value in options.items() if name not in constants}
+    label = " ".join([op, dtype, *(f"{name}={value}" for name, value in entry.items())])
+    return Variant(label, product, signature, constants, launch, ("N", "K"), wants_tensor_cores=True)
 
 
 @triton.jit
@@ -242,57 +244,44 @@ def multiplications_done():
     )
 
 
-@triton.jit(do_not_specialize=["M", "blocks", "whole", "pieces", "ahead", "early"])
-def product(x, w, scale, bias, out, parts, M, N, K, blocks, whole, pieces, ahead, early, BM: tl.constexpr,
-            BN: tl.constexpr, BK: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
-            ASM: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["M"])
+def product(x, w, scale, bias, out, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+            SPLITS: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr, WIDE: tl.constexpr,
+            ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """x [M, K]: a descriptor in blocks of [BM, min(BK, 128)]; w: fragments, int32 [ceil(K / 128), N, 32].
 
-    A program has an output tile, or a piece of one or two (pieces.py), whose sums go to parts, float32
-    [pieces, 2, BM, BN], without bias. BK is 64, 128 or 256.
+    Grid (tiles, SPLITS); BK is 64, 128 or 256. SPLITS > 1: out is float32 [SPLITS, M, N] and gets no bias.
     """
     FACTOR: tl.constexpr = 256.0 if FP8 and ASM and WIDE.is_fp16() else 1.0
     LOAD: tl.constexpr = min(BK, 128)
-    pid = tl.program_id(0)
+    num_m = tl.cdiv(M, BM)
     steps = tl.cdiv(K, BK)
-    low, high = share(pid, tl.cdiv(N, BN) * blocks, steps, whole, pieces)
-    first = low // steps
-    if ASM:
-        begin, column = low % steps * BK // 128, first // blocks * BN
-        end = begin + tl.minimum(tl.minimum(ahead, tl.cdiv(K, 128) - begin), (high - low) * BK // 128)
-        for p in range(begin, end):
-            fetch_ahead(w + (tl.cast(p, tl.int64) * N + column) * 32, tl.minimum(BN, N - column) * 128)
-        cuda.gdc_wait()
-        if early == 1:
+    row = tl.program_id(0) % num_m * BM
+    col = tl.program_id(0) // num_m * BN
+    if EARLY:
+        if EARLY == 1:
             cuda.gdc_launch_dependents()
-    for t in range(first, (high - 1) // steps + 1):
-        row, col = t % blocks * BM, t // blocks * BN
-        m, cols = tl.arange(0, BM), col + tl.arange(0, BN)
-        words_of_row = w + tl.minimum(cols, N - 1)[:, None] * 32 + tl.arange(0, LOAD // 4)[None, :]
-        acc = tl.zeros((BN, BM), tl.float32)
-        for step in range(tl.maximum(low - t * steps, 0), tl.minimum(high - t * steps, steps)):
-            for i in tl.static_range(BK // LOAD):
-                part = step * (BK // LOAD) + i
-                a = x.load([row, part * LOAD])
-                panel = tl.cast(part // (128 // LOAD), tl.int64) * (N * 32)
-                words = tl.load(words_of_row + panel + part % (128 // LOAD) * (LOAD // 4))
-                if ASM:
-                    multiplications_done()
-                acc = tl.dot(widened_tile(words, FP8, WIDE, ASM), a.T, acc)
-        if ASM:
-            if (early == 2) & (high <= (t + 1) * steps):
-                cuda.gdc_launch_dependents()
-        factor = tl.load(scale + cols, mask=cols < N, other=0.0).to(tl.float32) * FACTOR
-        y = tl.trans(acc) * factor[None, :]
-        if pid < whole:
-            if BIAS:
-                y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
-            where = out + (row + m).to(tl.int64)[:, None] * N + cols[None, :]
-            inside = (row + m < M)[:, None] & (cols < N)[None, :]
-            tl.store(where, y.to(out.dtype.element_ty), mask=inside)
-        else:
-            slot = parts + (2 * (pid - whole) + t - first) * (BM * BN)
-            tl.store(slot + m[:, None] * BN + tl.arange(0, BN)[None, :], y)
+        cuda.gdc_wait()
+    rows = row + tl.arange(0, BM)
+    cols = col + tl.arange(0, BN)
+    words_of_row = w + tl.minimum(cols, N - 1)[:, None] * 32 + tl.arange(0, LOAD // 4)[None, :]
+    acc = tl.zeros((BN, BM), tl.float32)
+    for step in range(tl.program_id(1) * steps // SPLITS, (tl.program_id(1) + 1) * steps // SPLITS):
+        for i in tl.static_range(BK // LOAD):
+            part = step * (BK // LOAD) + i
+            a = x.load([row, part * LOAD])
+            panel = tl.cast(part // (128 // LOAD), tl.int64) * (N * 32)
+            words = tl.load(words_of_row + panel + part % (128 // LOAD) * (LOAD // 4))
+            if ASM:
+                multiplications_done()
+            acc = tl.dot(widened_tile(words, FP8, WIDE, ASM), a.T, acc)
+    if EARLY == 2:
+        cuda.gdc_launch_dependents()
+    y = tl.trans(acc) * (tl.load(scale + cols, mask=cols < N, other=0.0).to(tl.float32) * FACTOR)[None, :]
+    if BIAS and SPLITS == 1:
+        y += tl.load(bias + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+    where = out + (tl.program_id(1).to(tl.int64) * M + rows[:, None]) * N + cols[None, :]
+    tl.store(where, y.to(out.dtype.element_ty), mask=(rows < M)[:, None] & (cols < N)[None, :])
 
 
 @triton.jit
