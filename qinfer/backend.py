@@ -210,10 +210,14 @@ def _shapes(tree: Any) -> str:
 
 @cache
 def _twin(meaning: Callable[..., R]) -> Callable[..., R]:
-    """The function of the same name beside the meaning; Declined where Triton is not installed."""
+    """The function of the same name beside the meaning; Declined without Triton, or where there is none."""
     if find_spec("triton") is None:
         raise Declined("Triton is not installed")
-    twin: Callable[..., R] = getattr(import_module(f"{meaning.__module__}_triton"), meaning.__name__)
+    twin: Callable[..., R] | None = getattr(
+        import_module(f"{meaning.__module__}_triton"), meaning.__name__, None
+    )
+    if twin is None:
+        raise Declined("there is no kernel for weights in this layout or dtype")
     return twin
 
 
