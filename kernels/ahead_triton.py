@@ -26,8 +26,13 @@ class _Loading(ThreadPoolExecutor):
     """Runs compilations in threads that use the caller's GPU, and loads what they give."""
 
     def __init__(self, num_threads: int | None) -> None:
-        device = (torch.cuda.current_device(),) if torch.cuda.is_available() else ()
-        super().__init__(num_threads, initializer=torch.cuda.set_device if device else None, initargs=device)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+        def use_device() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)
+
+        super().__init__(num_threads, initializer=use_device)
 
     def submit(self, compilation: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]
         def loaded() -> Any:

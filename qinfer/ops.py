@@ -269,6 +269,7 @@ def w8a8_fp8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `pack_w8a8_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
     if isinstance(x, Codes):
         return _backend.run(_w8a8_fp8.w8a8_fp8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
+    assert isinstance(x, Tensor)
     if x.is_cuda:
         return _backend.run(_w8a8_fp8.w8a8_fp8, x, weight, weight_scale)
     return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)

@@ -34,16 +34,16 @@ class Heads(NamedTuple):
         heads = projected.view(len(projected), -1, self.head_dim)
         num_qk = heads.shape[1] - num_kv
         num_q = num_qk - num_kv
-        qk, v = heads.split((num_qk, num_kv), 1)
+        qk, v = heads.split_with_sizes((num_qk, num_kv), 1)
         if self.norms is not None:
             eps, offset = self.norms.eps, self.norms.offset
-            q, k = qk.split((num_q, num_kv), 1)
+            q, k = qk.split_with_sizes((num_q, num_kv), 1)
             q = ops.rms_norm(q, self.norms.q, eps, offset=offset)
             k = ops.rms_norm(k, self.norms.k, eps, offset=offset)
             qk = torch.cat((q, k), dim=1)
         if self.rotation is not None:
             qk = ops.rope(qk, *self.rotation)
-        return *qk.split((num_q, num_kv), 1), v
+        return *qk.split_with_sizes((num_q, num_kv), 1), v
 
     def into_pages(self, pages: ops.KVPages, places: Tensor) -> Tensor:
         """Stores k and v at `places`, from `ops.kv_places`, of the pages; returns q [T, Hq, D]."""
