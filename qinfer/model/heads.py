@@ -43,7 +43,8 @@ class Heads(NamedTuple):
             qk = torch.cat((q, k), dim=1)
         if self.rotation is not None:
             qk = ops.rope(qk, *self.rotation)
-        return *qk.split_with_sizes((num_q, num_kv), 1), v
+        q, k = qk.split_with_sizes((num_q, num_kv), 1)
+        return q, k, v
 
     def into_pages(self, pages: ops.KVPages, places: Tensor) -> Tensor:
         """Stores k and v at `places`, from `ops.kv_places`, of the pages; returns q [T, Hq, D]."""
