@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import graph_timing as timing
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
-from triton.testing import do_bench, do_bench_cudagraph
 
 from qinfer.kernels import paged_attention_triton as attention
 from qinfer.kernels import qkv_post_triton
@@ -41,27 +41,17 @@ KINDS = ("bfloat16", "fp8", "int8")
 
 
 def microseconds(call: Callable[[], Any]) -> float:
-    """Median time of a call inside a replayed graph.
-
-    Waits first: the graph is made and run on a stream of its own, which does not wait for the stream that is
-    still filling page tables and plans, and a kernel that reads them too early reads anywhere.
-    """
-    torch.cuda.synchronize()
-    return float(do_bench_cudagraph(call, rep=20, return_mode="median")) * 1e3
+    """Median time of a call, of as many in one graph as take some milliseconds."""
+    once = timing.microseconds([call], replays=3)
+    return timing.microseconds([call] * max(1, min(200, int(5000 / once))))
 
 
 def ceilings() -> dict[str, float]:
     """Bytes per second of a copy, counted once read and once written, and bf16 operations of a product."""
-    source = torch.randn(1 << 29, device="cuda")
-    target = torch.empty_like(source)
-    milliseconds = float(do_bench(lambda: target.copy_(source), return_mode="median"))
     a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     b = torch.randn_like(a)
     product = microseconds(lambda: a @ b)
-    return {
-        "copy_tb_s": 2 * source.nbytes / milliseconds / 1e9,
-        "matmul_tflop_s": 2 * 8192**3 / product / 1e6,
-    }
+    return {"copy_tb_s": timing.copy_bandwidth(), "matmul_tflop_s": 2 * 8192**3 / product / 1e6}
 
 
 def random_pages(count: int, kind: str) -> KVPages:

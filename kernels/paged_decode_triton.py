@@ -14,11 +14,11 @@ What nobody owns may be NaN. K beyond the row's tokens only reaches logits that 
 before a window, would turn 0 * NaN into NaN, so it is loaded as zero.
 
 Page ids are loaded with a mask and `other=0`: the pipeliner runs the last iterations' prefetches as copies of
-zero bytes, whose addresses come from ids that were not loaded, and the table is not read past a row. (A
-prototype of this kernel died of an illegal access while it was benchmarked, with 256 rows of 640 tokens in
-fp8. It is clean under a memory checker, each tensor an allocation of its own, and in thousands of launches on
-one stream. Triton's do_bench_cudagraph runs on a stream of its own that does not wait for the one that makes
-the inputs, so most likely it read a table that was not written yet.)
+zero bytes, whose addresses come from ids that were not loaded, and the table is not read past a row. (That is
+not why a prototype of this kernel died of an illegal access while it was timed, with 256 rows of 640 tokens
+in fp8. Triton's do_bench_cudagraph runs on a stream of its own, which does not wait for the one that makes
+the inputs: it read the table before it was written. With one synchronization before timing the fault is gone,
+with a table that is written late it comes every time, and a memory checker finds nothing in the kernel.)
 """
 
 from __future__ import annotations
@@ -174,22 +174,27 @@ def decode_kernel(
         page = next_page
 
     total = tl.sum(weights, 1)
-    result = even if KIND == PLAIN else tl.reshape(tl.join(even, odd), (16, OUT))
     out_at = out + (row.to(tl.int64) * num_kv_heads + kv_head) * GROUP * DIM
-    mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
     if pieces == 1:
+        result = even if KIND == PLAIN else tl.reshape(tl.join(even, odd), (16, OUT))
         result = result * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
         tl.store(out_at + head[:, None] * DIM + column[None, :], result.to(out.dtype.element_ty), mask=mask)
     else:
         base = (item - piece) * num_kv_heads + kv_head  # of the row's first piece
         part = (base + piece * num_kv_heads).to(tl.int64)
         real = (head < ROWS)[:, None]
-        tl.store(sums + (part * ROWS + head[:, None]) * OUT + column[None, :], result, mask=real)
+        sums_at = sums + (part * ROWS + head[:, None]) * OUT + lane[None, :]
+        tl.store(sums_at, even, mask=real)
+        if KIND != PLAIN:
+            tl.store(sums_at + LANES, odd, mask=real)
         tl.store(stats + part * 2 * ROWS + head, top, mask=head < ROWS)
         tl.store(stats + part * 2 * ROWS + ROWS + head, total, mask=head < ROWS)
         tl.debug_barrier()
         if tl.atomic_add(counters + base, 1, sem="acq_rel") == pieces - 1:
-            _merge(sums, stats, out_at, base, pieces, num_kv_heads, v_scale, GROUP, ROWS, DIM, OUT, MERGE)
+            _merge(
+                sums, stats, out_at, base, pieces, num_kv_heads, v_scale, GROUP, ROWS, DIM, LANES, OUT, MERGE
+            )
             tl.store(counters + base, 0)
 
 
@@ -205,17 +210,18 @@ def _merge(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
+    LANES: tl.constexpr,
     OUT: tl.constexpr,
     MERGE: tl.constexpr,
 ):
-    """Adds up a row's pieces, MERGE at a time, in their order."""
+    """Adds up a row's pieces, MERGE at a time, in their order; of pairs, all even dimensions come first."""
     some = tl.arange(0, MERGE)
     head = tl.arange(0, ROWS)
     column = tl.arange(0, OUT)
     top = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     result = tl.zeros((ROWS, OUT), tl.float32)
-    for at in tl.range(0, pieces, MERGE, num_stages=2):
+    for at in tl.range(0, pieces, MERGE, num_stages=1):
         real = at + some < pieces
         part = (base + (at + some) * num_kv_heads).to(tl.int64)
         where = stats + part[:, None] * 2 * ROWS + head[None, :]
@@ -233,5 +239,6 @@ def _merge(
         result = result * fade[:, None] + tl.sum(values * weight[:, :, None], 0)
         top = new_top
     result = result * (v_scale / tl.where(total > 0.0, total, 1.0))[:, None]
-    mask = (head < GROUP)[:, None] & (column < DIM)[None, :]
-    tl.store(out_at + head[:, None] * DIM + column[None, :], result.to(out_at.dtype.element_ty), mask=mask)
+    dim = column % LANES * (OUT // LANES) + column // LANES
+    mask = (head < GROUP)[:, None] & (dim < DIM)[None, :]
+    tl.store(out_at + head[:, None] * DIM + dim[None, :], result.to(out_at.dtype.element_ty), mask=mask)

@@ -33,7 +33,7 @@ from torch import Tensor
 from qinfer.kernels.paged_attention import Geometry, PagedBatch
 
 UNIT = 64  # tokens; every tile of the decode kernel divides it or is a multiple of it
-MIN_ROUNDS, MAX_ROUNDS = 3, 8  # programs per multiprocessor that the planner tries
+MIN_ROUNDS, MAX_ROUNDS = 3, 4  # programs per multiprocessor that the planner tries
 MAX_PIECES = 128  # of one row: bounds the sum over pieces that the last one makes
 START_COST = 1  # in units, of one more program
 ITEM = tl.constexpr(8)  # int32 per record: 32 bytes, one sector

@@ -20,7 +20,7 @@ from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.kv_store_triton import int8_step, stored
 from qinfer.kernels.kv_unpack_triton import INT8
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.paged_attention_triton import machine_of
+from qinfer.kernels.paged_shapes_triton import machine_of
 from qinfer.kernels.qkv_post import HeadNorms
 from qinfer.kernels.tiles import Declined, tile
 from qinfer.kernels.write_kv_triton import kind_of, slot_rows

@@ -1,6 +1,8 @@
 """Paged attention on a GPU against float64: NaN in everything unowned, shapes around every tile's edge."""
 
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -149,6 +151,18 @@ def test_n02_groups_head_dimensions_and_page_sizes(kv: str, group: int, dim: int
     check(Step([(9, 1), (2500, 1), (3, 60), (64, 1)], kv, group=group, dim=dim, size=size))
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("group", "dim", "size"),
+    [(1, 128, 64), (2, 64, 128), (4, 64, 64), (7, 128, 64), (8, 64, 64), (16, 128, 256), (5, 64, 64)],
+)
+def test_chunks_by_warps(kv: str, group: int, dim: int, size: int) -> None:
+    """Ends and starts around the edges of tiles (64 tokens), of blocks and of a group's half of one."""
+    lengths = [(0, 2), (0, 63), (0, 64), (1, 64), (63, 2), (62, 130), (1000, 3), (5, 1), (128, 127)]
+    check(Step([*lengths, (700, 600)], kv, group=group, dim=dim, size=size))
+    check(Step([(3000, 1100)], kv, group=group, dim=dim, size=size, heads=8))
+
+
 @pytest.mark.parametrize("kv", ["bf16", "int8", "fp8"])
 @pytest.mark.parametrize(("window", "softcap"), [(1, None), (16, None), (1024, 50.0), (None, 30.0)])
 def test_windows_and_soft_caps(kv: str, window: int | None, softcap: float | None) -> None:
@@ -183,6 +197,21 @@ def test_no_page_id_beyond_a_sequence_is_followed(kv: str) -> None:
     """As many rows as a program's prefetch would need to run over: ids there lead out of all memory."""
     check(Step([(639, 1)] * 255 + [(700, 1)], kv, heads=8, beyond=1 << 40))
     check(Step([(639, 1), (100, 77), (5, 300)], kv, beyond=1 << 40))
+
+
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+def test_timing_waits_for_inputs_that_are_still_being_made(kv: str) -> None:
+    """A graph that is timed on a stream of its own read a table that was not written yet, and faulted."""
+    step = Step([(639, 1)] * 256, kv, heads=8)
+    expected = step.attend()
+    table = step.batch.page_table.clone()
+    step.batch.page_table.fill_(1 << 40)  # leads out of all memory
+    torch.cuda.synchronize()
+    torch.cuda._sleep(100_000_000)
+    step.batch.page_table.copy_(table)
+    timing = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "graph_timing.py"))
+    assert timing["microseconds"]([step.attend]) > 0
+    assert torch.equal(step.attend(), expected)
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
