@@ -120,7 +120,7 @@ def run_in_place(
 
 
 def run_unchecked(meaning: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """`run` for an op whose twin's result has a form of its own, which only other twins read."""
+    """`run` for an op whose twins' results cannot be compared number by number."""
     return _run(meaning, None, args, kwargs)
 
 

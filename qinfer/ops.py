@@ -442,7 +442,8 @@ def sample(
 def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Log-softmax of logits [R, V] at ids [R], ranks from 1, the num_top largest and their ids."""
     if logits.is_cuda:
-        return _backend.run(_sampling.token_logprobs, logits, ids, num_top)
+        # unchecked: among equal logits the twins may rank and name different ids
+        return _backend.run_unchecked(_sampling.token_logprobs, logits, ids, num_top)
     return _sampling.token_logprobs(logits, ids, num_top)
 
 
