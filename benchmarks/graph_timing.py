@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +12,21 @@ from triton.testing import do_bench
 L2_TWICE = 256 << 20  # bytes of inputs to rotate over, so that none is still in the L2
 
 
-def microseconds(calls: list[Callable[[], Any]], replays: int = 15) -> float:
-    """Median time of one of `calls`, all of them in one graph."""
+def microseconds(calls: list[Callable[[], Any]], replays: int = 15, settle: float = 0.0) -> float:
+    """Median time of one of `calls`, all of them in one graph.
+
+    settle: seconds of the same work before; at its power limit a GPU takes as long to find its clocks.
+    """
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = [call() for call in calls]
+    begin = time.perf_counter()
+    while time.perf_counter() < begin + settle:
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

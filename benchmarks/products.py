@@ -64,7 +64,7 @@ def rotate(call: Callable[[Tensor], Tensor], weights: list[Tensor], m: int) -> f
     """Microseconds of a call over all weights; long enough for the clocks to settle if compute-bound."""
     number = max(len(weights), 4 if m > 256 else 10)
     calls = [partial(call, weights[i % len(weights)]) for i in range(number)]
-    return microseconds(calls, 40 if m > 256 else 9)
+    return microseconds(calls, 40, 0.1) if m > 256 else microseconds(calls, 9)
 
 
 def splits(tiles: int, steps: int) -> list[int]:

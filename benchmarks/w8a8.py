@@ -40,8 +40,8 @@ BY_WARPS = {
     128: ((128, 256, 3, 16),),
     256: ((128, 256, 3, 16), (256, 128, 3, 16), (128, 128, 6, 16)),
     512: ((128, 256, 3, 16), (256, 128, 3, 16), (128, 128, 6, 16)),
-    1024: ((128, 256, 3, 16), (256, 128, 3, 16), (128, 256, 3, 8), (128, 128, 6, 16)),
-    4096: ((128, 256, 3, 16), (256, 128, 3, 16), (128, 256, 3, 32), (256, 128, 3, 8)),
+    1024: ((128, 256, 3, 16), (256, 128, 3, 16)),
+    4096: ((128, 256, 3, 16), (128, 256, 3, 32), (256, 128, 3, 16)),
 }
 BLOCK_PRODUCTS = {  # BM, BN, SWAP, num_warps, num_stages
     16: ((16, 128, 1, 4, 3), (16, 128, 1, 4, 4), (16, 64, 1, 4, 6)),
@@ -49,6 +49,7 @@ BLOCK_PRODUCTS = {  # BM, BN, SWAP, num_warps, num_stages
     64: ((64, 128, 0, 4, 3), (64, 128, 1, 4, 3), (64, 64, 1, 4, 6)),
     128: ((128, 64, 1, 4, 4), (128, 64, 0, 4, 4)),
     256: ((128, 64, 1, 4, 4), (64, 128, 0, 4, 3)),
+    512: ((128, 64, 1, 4, 4), (128, 64, 0, 4, 4)),
 }
 
 
@@ -69,8 +70,8 @@ def block_candidates(m: int, n: int, k: int) -> Iterator[Entry]:
     for values in BLOCK_PRODUCTS.get(m, ()):
         yield from cut(dict(zip(names, values, strict=True)), m, n, -(-k // 128), (0, 2))
     if m >= 128:
-        for group in (8, 16, 32):
-            yield {"STAGES": 5, "GROUP": group, "EARLY": 0, "num_warps": 4}
+        for group in (8, 16):
+            yield {"STAGES": 4, "GROUP": group, "EARLY": 0, "num_warps": 4}
 
 
 def cut(tile: Entry, m: int, n: int, steps: int, early: tuple[int, ...]) -> Iterator[Entry]:

@@ -33,7 +33,7 @@ from qinfer.kernels.split_k_triton import (
     sum_of_parts,
 )
 from qinfer.kernels.tiles import Declined, Tile, tile
-from qinfer.kernels.w8a8_block_warps_triton import blocks_by_warps
+from qinfer.kernels.w8a8_block_warps_triton import PIECE, blocks_by_warps
 from qinfer.kernels.warps_triton import descriptor, descriptor_type
 
 
@@ -82,10 +82,10 @@ def run(
     panels = weight.view(-1, WIDTH)
     if "STAGES" in entry:
         out = torch.empty(m, n, dtype=dtype, device=codes.device)
-        x, w = descriptor(codes, [128, WIDTH]), descriptor(panels, [128, WIDTH])
-        tiles = triton.cdiv(m, 128) * triton.cdiv(n, 128)
+        x, w = descriptor(codes, [128, WIDTH]), descriptor(panels, [256, WIDTH])
+        tiles = triton.cdiv(m, 128) * triton.cdiv(n, 256)
         programs = min(tiles, num_multiprocessors(codes.device))
-        blocks_by_warps[(programs,)](x, w, *given, descriptor(out, [64, 128]), *sizes, **options)
+        blocks_by_warps[(programs,)](x, w, *given, descriptor(out, [64, PIECE]), *sizes, **options)
         return out
     splits = entry["SPLITS"]
     lead = [splits] if splits > 1 else []
@@ -100,7 +100,7 @@ def run(
 def formula(m: int, n: int, k: int) -> Tile:
     """Tiles that are good for most shapes: what the measured tables of an H200 have in common."""
     if m > 256:
-        return {"STAGES": 5, "GROUP": 16, "EARLY": 0, "num_warps": 4}
+        return {"STAGES": 4, "GROUP": 16, "EARLY": 0, "num_warps": 4}
     rows = max(16, triton.next_power_of_2(m)) if m <= 128 else 128
     splits = splits_of(triton.cdiv(n, 64) * triton.cdiv(m, rows), triton.cdiv(k, 128))
     shape = {"BM": rows, "BN": 64, "SWAP": 1, "SPLITS": splits, "EARLY": int(splits > 1)}
@@ -123,10 +123,10 @@ def _variant(entry: dict[str, Any]) -> Variant:
     kernel = blocks_by_warps if by_warp else block_product
     types = dict.fromkeys(("M", "N", "K", "stride_g"), "i32")
     types |= dict.fromkeys(("x_scale", "w_scale", "bias"), "*fp32")
-    for name, rows in (("x", entry.get("BM")), ("w", entry.get("BN"))):
-        block = [rows or 128, WIDTH]
+    for name, rows in (("x", entry.get("BM", 128)), ("w", entry.get("BN", 256))):
+        block = [rows, WIDTH]
         types[name] = descriptor_type("fp8e4nv", block) if by_warp else f"tensordesc<fp8e4nv{block}>"
-    types["out"] = descriptor_type("bf16", [64, 128]) if by_warp else "*bf16"
+    types["out"] = descriptor_type("bf16", [64, PIECE]) if by_warp else "*bf16"
     if entry.get("SPLITS", 1) > 1:
         types["out"] = "*fp32"
     options = launch_options(entry, None, True, stride_t=1)

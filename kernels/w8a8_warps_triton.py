@@ -68,14 +68,18 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale
         pm, pn = tile_at(unit % (num_m * num_n), num_m, num_n, GROUP)
         split = unit // (num_m * num_n)
         acc = gl.zeros((ROWS, BN), gl.int32 if INT else gl.float32, LAYOUT)
-        for _ in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
+        begin = split * steps // SPLITS
+        end = (split + 1) * steps // SPLITS
+        for step in range(begin, end):
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             a = xs.index(stage).slice(HALF * ROWS, ROWS)
             acc = warpgroup_mma(a, ws.index(stage).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))  # the other group keeps the cores busy
-            mbarrier.arrive(empty.index(stage))
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # the cores always have a next step
+            mbarrier.arrive(empty.index((count - 1) % STAGES), pred=step > begin)
             count += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((count - 1) % STAGES), pred=end > begin)
         row = pm * BM + HALF * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         cols = pn * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))

@@ -77,6 +77,32 @@ def test_float8_sums(n, k):
             assert torch.equal(y, again), m
 
 
+KINDS = (  # of kernels and tiles, whichever the table prefers today
+    {"BM": 16, "BN": 128, "BK": 128, "SWAP": 1, "SPLITS": 1, "EARLY": 0, "num_warps": 4, "num_stages": 3},
+    {"BM": 32, "BN": 64, "BK": 256, "SWAP": 1, "SPLITS": 3, "EARLY": 1, "num_warps": 4, "num_stages": 4},
+    {"BM": 128, "BN": 128, "BK": 128, "SWAP": 0, "SPLITS": 1, "EARLY": 2, "num_warps": 4, "num_stages": 3},
+    {"BM": 128, "BN": 128, "STAGES": 6, "GROUP": 2, "SPLITS": 2, "EARLY": 1, "num_warps": 4},
+    {"BM": 128, "BN": 256, "STAGES": 3, "GROUP": 16, "SPLITS": 1, "EARLY": 1, "num_warps": 4},
+    {"BM": 256, "BN": 128, "STAGES": 3, "GROUP": 8, "SPLITS": 1, "EARLY": 0, "num_warps": 4},
+)
+
+
+@pytest.mark.parametrize("entry", KINDS, ids=str)
+def test_every_kind_of_tile(entry):
+    for n, k in ((136, 272), (896, 2064), (2048, 1024)):
+        weight, weight_scale, bias = int8_codes(n, k), scales(n), torch.randn(n, device="cuda")
+        panels = to_panels(weight)
+        for m in (1, 17, 64, 130, 600):
+            for scale in (scales(m, 1), scales(1)):
+                for addend in (None, bias):
+                    codes = int8_codes(m, k)
+                    exact = (codes.double() @ weight.double().T) * weight_scale * scale
+                    given = (codes, scale, panels, weight_scale, torch.bfloat16, addend)
+                    y = w8a8_triton.run(entry, *given, in_parts=False)
+                    assert error_ratio(y, exact if addend is None else exact + bias) < 3e-3, (n, k, m)
+                    assert torch.equal(y, w8a8_triton.run(entry, *given, in_parts=False))
+
+
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_float8_sums_with_block_scales(n, k):
     weight, bias = fp8_codes(n, k), torch.randn(n, device="cuda")
@@ -95,6 +121,23 @@ def test_float8_sums_with_block_scales(n, k):
             codes, scale.contiguous(), panels, weight_scale, dtype, bias
         )
         assert torch.equal(y, plain)
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_block_scales_by_warps_for_any_number_of_tokens(early):
+    entry = {"STAGES": 4, "GROUP": 2, "EARLY": early, "num_warps": 4}
+    wide = w8a8_fp8_block._spread
+    for n, k in ((136, 272), (896, 128), (2048, 2064)):
+        weight, weight_scale, bias = fp8_codes(n, k), scales(-(-n // 128), -(-k // 128)), scales(n)
+        exact_weight = weight.double() * wide(wide(weight_scale, k).T, n).T
+        for m in (1, 130, 600):
+            codes, scale = w8a8_fp8_block_triton.fp8_per_group(torch.randn(m, k, device="cuda"))
+            exact = (codes.double() * wide(scale, k)) @ exact_weight.T
+            for dtype in DTYPES:
+                for addend in (None, bias):
+                    given = (codes, scale, to_panels(weight), weight_scale, dtype, addend)
+                    y = w8a8_fp8_block_triton.run(entry, *given)
+                    assert error_ratio(y, exact if addend is None else exact + bias) < 3e-3, (n, k, m)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
