@@ -51,8 +51,12 @@ class RowPlan(NamedTuple):
 
 
 def max_items(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
-    """Pieces that the planner may make of `num_rows` rows of any lengths."""
-    return num_rows + -(-MAX_ROUNDS * num_sms // num_kv_heads)
+    """Pieces that the planner may make of `num_rows` rows of any lengths, rounded up.
+
+    To a multiple of 4: so all parts of a plan are aligned to 16 bytes, for any batch, and no batch makes
+    Triton compile the kernels again for pointers that are not.
+    """
+    return -(-(num_rows + -(-MAX_ROUNDS * num_sms // num_kv_heads)) // 4) * 4
 
 
 def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
