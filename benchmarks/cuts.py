@@ -9,7 +9,6 @@ def cuts(tiles: int, steps: int, cores: int) -> Iterator[dict[str, int]]:
     """Programs that fill 1 to 3 places on each of the cores evenly: all in pieces, or those that are left.
 
     EARLY 1: the next kernel's programs fill places that are free meanwhile, 2: those that have been left.
-    LAST: pieces are added by the last of a tile, or by another kernel.
     """
     ways = [{"SLOTS": 1, "PIECES": 0}] if tiles >= 0.6 * cores else []
     for slots in (cores, 2 * cores, 3 * cores):
@@ -18,6 +17,4 @@ def cuts(tiles: int, steps: int, cores: int) -> Iterator[dict[str, int]]:
             continue
         pieces = {slots, slots // rest * rest} if whole == 0 else {cores}
         ways += [{"SLOTS": slots, "PIECES": p} for p in sorted(pieces) if p > rest]
-    for way in ways:
-        for last in (0, 1) if way["PIECES"] else (0,):
-            yield from ({**way, "EARLY": early, "LAST": last} for early in (1, 2))
+    yield from ({**way, "EARLY": early} for way in ways for early in (1, 2))

@@ -1,12 +1,14 @@
 """How the output tiles of a product are shared out among programs so that all end together; without a GPU.
 
-28672 rows of weight in tiles of 128, on 132 multiprocessors, show why it matters: 224 tiles are 1.7 each, so
-after one round of 132, and 92 of the second, 40 multiprocessors have nothing to do. Instead the first 132
-tiles stay whole, one a program, and the 92 others are cut into 132 equal pieces. Laid end to end, tile after
-tile, their steps along the inputs are a line; a piece is a stretch of it, from one tile or from two.
+4096 rows of weight in tiles of 128 are 32 tiles, and an H200 has 132 multiprocessors, which hold two such
+programs each. So tiles are cut along the inputs. Laid end to end, tile after tile, their steps along the
+inputs are a line; a piece is a stretch of it, from one tile or from two, and all pieces are equally long.
+Where there are more tiles than places for programs, those that fill all places stay whole, one a program, and
+only the others are cut. The idea is that of stream-K (Osama et al., 2023).
 
 The sums of pieces go to a workspace, and a small kernel adds them in their order (pieces_triton.py): the same
-inputs give the same bits. The idea is that of stream-K (Osama et al., 2023).
+inputs give the same bits. That takes about 2 us, so a search decides. 224 tiles of a weight of 28672 rows
+leave 40 of 264 places empty, and are still faster whole.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ A row of the table (or of `FORMULA`) holds
     AHEAD         tiles of 128 inputs that a program asks the L2 cache for before it waits for the tokens
     SLOTS PIECES  as many tiles as fill SLOTS evenly are whole, PIECES programs share the others (pieces.py)
     EARLY         when the next kernel may start and wait: 1 at once, 2 after the last multiplication
-    LAST          the last piece of a tile adds all, which for small tiles is faster than the adding kernel
     DEQUANTIZE    instead of all these: unpack the weight, then torch.mm
 """
 
@@ -21,8 +20,6 @@ from typing import NamedTuple
 from qinfer.kernels.pieces import Cut, cut
 from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w4a16 import INPUTS, PAD_ROWS
-
-MAX_COUNTED = 4096  # tiles in pieces whose last piece adds all
 
 # Eight tokens or fewer take the older tensor instruction, which is content with eight columns.
 FORMULA: tuple[tuple[int, Tile], ...] = (
@@ -48,7 +45,6 @@ def formula(m: int, n: int, k: int, cores: int) -> Tile:
         "REGISTERS": 0,
         "AHEAD": 8,
         "EARLY": 2,
-        "LAST": 0,
         "SLOTS": held,
         "PIECES": pieces,
     }
@@ -68,5 +64,4 @@ def plan(config: Tile, m: int, n: int, k: int) -> Launch:
     """The programs for M tokens and a weight [n, k]; Declined where their steps are too many to count."""
     rows = config["BN"] if -(-n // PAD_ROWS) * PAD_ROWS % config["BN"] == 0 else PAD_ROWS
     blocks, steps = -(-m // config["BM"]), -(-k // (INPUTS * config["UNROLL"]))
-    assert config["SLOTS"] <= MAX_COUNTED or not config["LAST"], config
     return Launch(rows, blocks, steps, cut(-(-n // rows) * blocks, steps, config["SLOTS"], config["PIECES"]))

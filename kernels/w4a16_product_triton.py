@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from qinfer.kernels.pieces_triton import fetch_ahead, first_unit, piece_of, share
+from qinfer.kernels.pieces_triton import fetch_ahead, share
 from qinfer.kernels.w4a16_unpack_triton import (
     TILE_WORDS,
     group_scale,
@@ -62,15 +62,14 @@ def _add(total, a, w, both, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr, SCALE
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "blocks", "whole", "pieces", "ahead", "early"])
-def product(x, words, scale_zero, out, parts, arrived, M, N, K, x_stride, scale_stride, tiles, blocks, whole,
-            pieces, ahead, early, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
-            PAIRS_FIRST: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
-            TMA: tl.constexpr, STAGES: tl.constexpr, LAST: tl.constexpr, BATCH: tl.constexpr,
-            SCALE: tl.constexpr, COMPUTE: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, tiles, blocks, whole, pieces,
+            ahead, early, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr,
+            UNROLL: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+            STAGES: tl.constexpr, SCALE: tl.constexpr, COMPUTE: tl.constexpr,
+            ASM: tl.constexpr):  # fmt: skip
     """One program: an output tile, BN rows of weight by BM tokens, or a piece of one or two (pieces.py).
 
-    tiles: of 128 inputs; parts: float32 [pieces, 2, BM, BN], for the sums of pieces, which the LAST of a tile
-    adds, or another kernel; arrived: counts the pieces of a tile that are done, and is zero between products.
+    tiles: of 128 inputs; parts: float32 [pieces, 2, BM, BN], sums of pieces, which another kernel adds.
     """
     pid = tl.program_id(0)
     steps = tl.cdiv(tiles, UNROLL)
@@ -112,22 +111,8 @@ def product(x, words, scale_zero, out, parts, arrived, M, N, K, x_stride, scale_
         if pid < whole:
             _store(out, total, row, first, M, N)
         else:
-            inner = m[None, :] * BN + i[:, None]
-            tl.store(parts + (2 * (pid - whole) + tile - first_tile) * (BM * BN) + inner, total)
-            if LAST:
-                begin, units = (tile - whole) * steps, (tl.cdiv(N, BN) * blocks - whole) * steps
-                p, q = piece_of(begin, units, pieces), piece_of(begin + steps - 1, units, pieces)
-                tl.debug_barrier()  # every thread's part is written before the one that counts says so
-                if tl.atomic_add(arrived + tile - whole, 1, sem="acq_rel") == q - p:
-                    second = (first_unit(p, units, pieces) < begin).to(tl.int32)
-                    total = tl.zeros((BN, BM), tl.float32)
-                    for start in range(p, q + 1, BATCH):
-                        for j in tl.static_range(BATCH):
-                            slot = 2 * (start + j) + tl.where(start + j == p, second, 0)
-                            there = inner < (q + 1 - start - j) * (BM * BN)  # all or none
-                            total += tl.load(parts + slot * (BM * BN) + inner, mask=there, other=0.0)
-                    _store(out, total, row, first, M, N)
-                    tl.store(arrived + tile - whole, 0)
+            part = parts + (2 * (pid - whole) + tile - first_tile) * (BM * BN)
+            tl.store(part + m[None, :] * BN + i[:, None], total)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from qinfer.kernels.offline import Variant
 from qinfer.kernels.pieces_triton import add_up, adding_variant, workspace
 from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
 from qinfer.kernels.w4a16 import INPUTS, ROWS
-from qinfer.kernels.w4a16_plan import MAX_COUNTED, formula, plan
+from qinfer.kernels.w4a16_plan import formula, plan
 from qinfer.kernels.w4a16_product_triton import product
 from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
 
@@ -68,14 +68,13 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
     how = plan(config, m, n, k)
     tile_shape = (config["BM"], how.rows)
     parts = workspace(how.cut, how.rows * config["BM"], x.device)
-    arrived = _arrived(x.device.index or 0)
     tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
     product[(how.cut.programs,)](
-        tokens, words, scale_zero, out, parts, arrived, m, n, k, x.stride(0), scale_zero.stride(0),
-        words.shape[1], how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
+        tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
+        how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
         **constants(config, how.rows, group, k, dtype), **options(config, group),
     )  # fmt: skip
-    if how.cut.pieces and not config["LAST"]:
+    if how.cut.pieces:
         add_up(parts, None, out, how.cut, how.steps, how.blocks, tile_shape)
 
 
@@ -102,8 +101,6 @@ def constants(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -
         "EVEN": k % (INPUTS * config["UNROLL"]) == 0,
         "TMA": config["TMA"],
         "STAGES": config["STAGES"],
-        "LAST": config["LAST"],
-        "BATCH": max(1, min(4, 8192 // (config["BM"] * rows) * config["WARPS"] // 4)),
         "SCALE": scale,
         "COMPUTE": tl.float32 if INTERPRET and dtype is torch.bfloat16 else scale,
         "ASM": not INTERPRET,
@@ -120,14 +117,6 @@ def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
     if not lines or held - scale_zero.storage_offset() < rows or scale_zero.data_ptr() % 16:
         raise Declined("scale_zero was copied and has lost its padding; pack_fragments makes it")
     return group if scale_zero.shape[0] > 1 else triton.cdiv(k, INPUTS) * INPUTS
-
-
-@cache
-def _arrived(device: int) -> Tensor:
-    """Counters of pieces, zero between products: one for each tile that is cut."""
-    return torch.zeros(
-        MAX_COUNTED, dtype=torch.int32, device="cpu" if INTERPRET else torch.device("cuda", device)
-    )
 
 
 @cache
@@ -162,7 +151,6 @@ def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) ->
     fixed, chosen = constants(config, rows, group, k, dtype), options(config, group)
     element = "*bf16" if dtype is torch.bfloat16 else "*fp16"
     types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "parts": "*fp32"}
-    types["arrived"] = "*i32"
     if config["TMA"]:
         types["x"] = f"tensordesc<{element[1:]}[{config['BM']},{INPUTS}]>"
     signature = {name: types.get(name, "i32") for name in product.arg_names if name not in fixed}
