@@ -63,10 +63,13 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
     """Launches the planner; nothing here waits for the device."""
     num_seqs = len(batch.seq_lens)
     bound = max_items(num_seqs, geometry.num_kv_heads, num_sms)
-    sizes = (4, bound * 8, bound * geometry.num_kv_heads, 2 * (num_seqs + 1))
+    num_counters = bound * geometry.num_kv_heads
+    # all begin at multiples of 16 bytes, for whose sake kernels would be compiled in two variants
+    sizes = (4, bound * 8, num_counters + -num_counters % 4, 2 * (num_seqs + 1))
     header, items, counters, prefill = torch.empty(
         sum(sizes), dtype=torch.int32, device=batch.seq_lens.device
     ).split(sizes)
+    counters = counters[:num_counters]
     _plan[(1,)](
         batch.seq_lens,
         batch.query_starts,

@@ -75,13 +75,19 @@ def quantize(folder: Path, scheme_name: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def logits(llm: LLM) -> Tensor:
+    """Of every position of a text, in chunks."""
+    found = torch.cat(list(llm.engine.prompt_logits(IDS)))
+    assert found.is_cuda
+    return found
+
+
 def both_logits(llm: LLM, choose: Callable[..., None]) -> tuple[Tensor, Tensor]:
-    """Of every position of a text, in chunks: through the kernels, then through the meanings."""
+    """Through the kernels, then through the meanings."""
     choose("triton")
-    ours = torch.cat(list(llm.engine.prompt_logits(IDS)))
+    ours = logits(llm)
     choose("torch")
-    theirs = torch.cat(list(llm.engine.prompt_logits(IDS)))
-    assert ours.is_cuda
+    theirs = logits(llm)
     assert not torch.equal(ours, theirs)  # they did go different ways
     return ours, theirs
 
@@ -94,9 +100,20 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 @pytest.mark.parametrize("kv", ["auto", "fp8", "int8"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_of_every_scheme_and_cache(scheme: str, kv: str, folders: Any, choose: Any) -> None:
-    llm = LLM(str(folders("qwen2", "bfloat16", scheme)), kv_cache_dtype=kv, **SMALL)
+    """As near to what float32 activations give as the meanings are.
+
+    The two differ from each other by less where activations are not quantized. Where they are, half a bit of
+    bfloat16 in a product moves some codes of the next one's input by a step: noise of 1e-3 in the products of
+    this model on a CPU gives 3 % in logits with int8 activations and 6 % with float8.
+    """
+    folder = str(folders("qwen2", "bfloat16", scheme))
+    llm = LLM(folder, kv_cache_dtype=kv, **SMALL)
     ours, theirs = both_logits(llm, choose)
-    assert error_ratio(ours, theirs) < 3e-2
+    exact = logits(LLM(folder, dtype="float32", kv_cache_dtype=kv, **SMALL))
+    assert error_ratio(ours, exact) < 1.3 * error_ratio(theirs, exact)
+    assert error_ratio(theirs, exact) < 0.12
+    if not scheme.startswith("w8a8"):
+        assert error_ratio(ours, theirs) < 3e-2
 
 
 @pytest.mark.parametrize(
@@ -128,12 +145,13 @@ def test_greedy_tokens_in_float32_are_those_of_the_meanings(
 def test_same_tokens_alone_and_in_a_batch_that_is_preempted(folders: Any, choose: Any) -> None:
     folder = str(folders("qwen3", "float32"))
     roomy = LLM(folder, **SMALL)
-    tight = LLM(folder, **{**SMALL, "num_kv_blocks": 4})
-    together = tokens(roomy)
-    assert together == tokens(tight)
+    tight = LLM(folder, **{**SMALL, "num_kv_blocks": 5})
+    prompts = [IDS[i : i + 50 + i] for i in range(4)]  # each grows into a second page
+    together, squeezed = (llm.generate(prompts, GREEDY, use_tqdm=False) for llm in (roomy, tight))
+    alone = [roomy.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in prompts]
     assert tight.engine.stats().num_preemptions > 0
-    alone = [roomy.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
-    assert together == [list(ids) for ids in alone]
+    for a, b, c in zip(together, squeezed, alone, strict=True):
+        assert a.outputs[0].token_ids == b.outputs[0].token_ids == c.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -169,8 +187,7 @@ def test_what_a_kernel_declines_runs_and_is_said_once(
 ) -> None:
     backend._said.clear()
     llm = LLM(str(folders("qwen2", "bfloat16", "w8a16-int8")), dtype="float32", **SMALL)
-    ours = torch.cat(list(llm.engine.prompt_logits(IDS)))
-    assert bool(ours.isfinite().all())
+    assert bool(logits(llm).isfinite().all())
     said = [record for record in caplog.records if "w8a16_int8 runs in plain torch" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "activations of torch.float32" in said[0].getMessage()
