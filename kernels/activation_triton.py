@@ -5,12 +5,14 @@ Both activations are x * sigmoid(z): z = x for SiLU, and for GELU by its tanh fo
 (x + 0.044715 x^3), since (1 + tanh(y)) / 2 = sigmoid(2 y). So one exponential and one quotient do.
 
 Without codes nothing connects the numbers of a row, and programs cut it into pieces. With codes a program
-holds the whole row in registers: its scale needs the largest of all.
+holds the whole row in registers: its scale needs the largest of all. Few long rows would leave most of a GPU
+idle for microseconds, so there a table may cut them as well (PIECES); the programs of a row then meet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 import triton
@@ -20,12 +22,15 @@ from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
+    ASM,
     CODES,
-    INTERPRETED,
+    MAX_PROGRAMS,
     MEASURED,
     as_parts,
     launch,
     load_sum,
+    meeting_of,
+    meeting_words,
     offline_row,
     part_stride,
     row_tile,
@@ -34,7 +39,6 @@ from qinfer.kernels.rows_triton import (
 )
 from qinfer.kernels.tiles import Tile, tile
 
-ASM = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 LOG2E = tl.constexpr(1.4426950408889634)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
@@ -65,44 +69,65 @@ def run(gate_up: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Ten
     gate_up, parts = as_parts(gate_up)
     num_rows, length = gate_up.shape[-2], gate_up.shape[-1] // 2
     out = torch.empty(num_rows, length, dtype=dtype, device=gate_up.device)
-    scale = torch.empty(num_rows, 1, device=gate_up.device) if dtype in CODES else None
-    if scale is None:
-        entry = launch(tile("gated", table_of(gate_up.device), piece_formula, num_rows))
-    else:
-        entry = row_tile("gated_codes", table_of(gate_up.device), num_rows, length, code_formula)
-    _kernel[(triton.cdiv(num_rows, entry["ROWS"]), triton.cdiv(length, entry["LANES"]))](
+    coded = dtype in CODES
+    scale = torch.empty(num_rows, 1, device=gate_up.device) if coded else None
+    entry = _entry(table_of(gate_up.device), num_rows, length, parts, coded)
+    pieces = entry["PIECES"]
+    _kernel[(triton.cdiv(num_rows, entry["ROWS"]), triton.cdiv(length, entry["PIECE"]))](
         gate_up,
         out,
         scale,
+        meeting_words(gate_up.device, pieces) if pieces > 1 else None,
         num_rows,
         gate_up.stride(-2),
         part_stride(gate_up),
         PARTS=parts,
         LENGTH=length,
-        CODED=dtype in CODES,
+        CODED=coded,
         GELU=gelu,
         **entry,
     )
     return out, scale
 
 
+def _entry(gpu: str, num_rows: int, length: int, parts: int, coded: bool) -> dict[str, Any]:
+    """What a table or a formula says, and PIECE, the length that a program takes."""
+    if not coded:
+        entry = launch(tile("gated", gpu, piece_formula, num_rows))
+        return {"PIECES": 1, "PIECE": entry["LANES"], **entry}
+    entry = row_tile("gated_codes" if parts == 1 else "gated_parts", gpu, num_rows, length, code_formula)
+    pieces = entry.get("PIECES", 1)
+    piece = triton.cdiv(length, 16 * pieces) * 16  # starts where 16 bytes do
+    assert pieces == 1 or num_rows * pieces <= MAX_PROGRAMS
+    return {**entry, "PIECES": pieces, "PIECE": piece, "LANES": triton.next_power_of_2(piece)}
+
+
 def offline_variants() -> Iterator[Variant]:
     """Rows with codes, at the widths of published models, and pieces without."""
     signature = {
-        "gate_up": "*bf16", "out": "*i8", "scales": "*fp32", "num_rows": "i32", "stride": "i32",
-        "part_stride": "i32",
+        "gate_up": "*bf16", "out": "*i8", "scales": "*fp32", "words": "*i64", "num_rows": "i32",
+        "stride": "i32", "part_stride": "i32",
     }  # fmt: skip
-    aligned = ("stride", "part_stride")
     for length in (1536, 4864, 14336, 28672):
-        for num_rows in (1, 256, 4096):
-            entry = row_tile("gated_codes", MEASURED, num_rows, length, code_formula)
-            constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "GELU": num_rows == 1}
-            yield offline_row(f"gated_codes {length}", _kernel, signature, constants, entry, aligned)
-    bare = {"PARTS": 1, "LENGTH": 14336, "CODED": False, "GELU": False, "scales": None}
-    plain = {name: kind for name, kind in {**signature, "out": "*bf16"}.items() if name != "scales"}
+        for num_rows in (1, 64, 256, 4096):
+            yield _variant(signature, num_rows, length, 1, num_rows == 1)
+    for length, num_rows in ((4864, 1), (4864, 64), (14336, 1), (14336, 64), (28672, 1), (28672, 32)):
+        yield _variant({**signature, "gate_up": "*fp32"}, num_rows, length, 4, False)
+    plain = {**signature, "out": "*bf16", "scales": None}
     for num_rows in (1, 4096):
-        entry = launch(tile("gated", MEASURED, piece_formula, num_rows))
-        yield offline_row("gated", _kernel, plain, bare, entry, aligned)
+        yield _variant(plain, num_rows, 14336, 1, False)
+
+
+def _variant(
+    signature: Mapping[str, str | None], num_rows: int, length: int, parts: int, gelu: bool
+) -> Variant:
+    coded = signature["scales"] is not None
+    entry = _entry(MEASURED, num_rows, length, parts, coded)
+    absent = [name for name in ("scales",) if not coded] + ["words"] * (entry["PIECES"] == 1)
+    constants = {"PARTS": parts, "LENGTH": length, "CODED": coded, "GELU": gelu, **dict.fromkeys(absent)}
+    types = {name: kind for name, kind in signature.items() if name not in absent and kind is not None}
+    name = f"gated {length} x {num_rows}, {parts} parts"
+    return offline_row(name, _kernel, types, constants, entry, ("stride", "part_stride"))
 
 
 @triton.jit
@@ -127,6 +152,7 @@ def _kernel(
     gate_up,
     out,
     scales,
+    words,
     num_rows,
     stride,
     part_stride,
@@ -134,20 +160,24 @@ def _kernel(
     LENGTH: tl.constexpr,
     CODED: tl.constexpr,
     GELU: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE: tl.constexpr,
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    lane = tl.program_id(1) * LANES + tl.arange(0, LANES)
-    mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
+    spot = tl.arange(0, LANES)
+    lane = tl.program_id(1) * PIECE + spot
+    mask = (row < num_rows)[:, None] & ((spot < PIECE) & (lane < LENGTH))[None, :]
     if EARLY:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+    meeting = meeting_of(words, PIECES) if PIECES > 1 else None
     at = gate_up + row[:, None] * stride + lane[None, :]
     gate = load_sum(at, mask, part_stride, PARTS)
     up = load_sum(at + LENGTH, mask, part_stride, PARTS)
     slope = gate * (1.0 + 0.044715 * gate * gate) * GELU_SLOPE if GELU else gate
     values = gate * _sigmoid(slope) * up
     at = out + row[:, None] * LENGTH + lane[None, :]
-    store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, CODED)
+    store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, CODED, meeting, words, PIECES)

@@ -27,6 +27,7 @@ from qinfer.kernels.rows_triton import (
     load_sum,
     offline_row,
     part_stride,
+    rounded,
     row_formula,
     row_tile,
     store_rows,
@@ -71,7 +72,7 @@ def run(
     """Norms x [T, H] or partial sums [S, T, H] (plus the residual [T, H]) to `dtype`, which may be 8-bit."""
     x, parts = as_parts(x)
     num_rows, length = x.shape[-2:]
-    entry = row_tile("rms_norm", table_of(x.device), num_rows, length, row_formula)
+    entry = row_tile(_op(parts), table_of(x.device), num_rows, length, row_formula)
     out = torch.empty(num_rows, length, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, 1, device=x.device) if dtype in CODES else None
     if residual is not None and residual.stride(-1) != 1:
@@ -110,13 +111,17 @@ def offline_variants() -> Iterator[Variant]:
     aligned = ("x_stride", "residual_stride", "part_stride")
     for length in (576, 4096, 5120, 8192, 16384):
         for num_rows in (1, 4096):
-            entry = row_tile("rms_norm", MEASURED, num_rows, length, row_formula)
+            entry = row_tile(_op(1), MEASURED, num_rows, length, row_formula)
             constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "ADD": True}
             yield offline_row(f"rms_norm {length}", _kernel, signature, constants, entry, aligned)
     parts = {**signature, "x": "*fp32"}
     constants = {"PARTS": 8, "LENGTH": 8192, "CODED": True, "ADD": True}
-    entry = row_tile("rms_norm", MEASURED, 1, 8192, row_formula)
+    entry = row_tile(_op(8), MEASURED, 1, 8192, row_formula)
     yield offline_row("rms_norm parts", _kernel, parts, constants, entry, aligned)
+
+
+def _op(parts: int) -> str:
+    return "rms_norm" if parts == 1 else "rms_norm_parts"
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -145,7 +150,7 @@ def _kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lane = tl.arange(0, LANES)
     mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
-    factor = tl.load(weight + lane, mask=lane < LENGTH, other=0.0).to(tl.float32) + offset
+    factor = tl.load(weight + lane[None, :], mask=(lane < LENGTH)[None, :], other=0.0).to(tl.float32) + offset
     if EARLY:  # the weight is nobody's result, the rest is
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -153,9 +158,9 @@ def _kernel(
     at = row[:, None] * LENGTH + lane[None, :]
     if ADD:
         before = tl.load(residual + row[:, None] * residual_stride + lane[None, :], mask=mask, other=0.0)
-        new = (before.to(tl.float32) + multiplier * values).to(total.dtype.element_ty)
+        new = rounded(before.to(tl.float32) + multiplier * values, total.dtype.element_ty)
         tl.store(total + at, new, mask=mask)
         values = new.to(tl.float32)
     root = tl.rsqrt(tl.sum(values * values, 1) / LENGTH + eps)
-    values = values * root[:, None] * factor[None, :]
+    values = values * root[:, None] * factor
     store_rows(values, out + at, scales, row, num_rows, mask, out.dtype.element_ty, CODED)

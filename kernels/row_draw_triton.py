@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from qinfer.kernels.row_search_triton import COUNT, INF, LOG2E, MASS, NONE, _request, _whole_row
+from qinfer.kernels.row_search_triton import COUNT, INF, LOG2E, MASS, NONE, _request, _whole_row, exp2
 
 
 @triton.jit
@@ -26,7 +26,7 @@ def _add3(a0, a1, a2, b0, b1, b2):
 
 @triton.jit
 def _weight(x, top, slope, counting):
-    return tl.where(counting, 1.0, tl.exp2((x - top) * slope))
+    return tl.where(counting, 1.0, exp2((x - top) * slope))
 
 
 @triton.jit
@@ -70,16 +70,28 @@ def _limit(x, at, length, lo, hi, base, target, kind, p, top, slope, BLOCK: tl.c
         limit = _search(x, at, length, lo, hi, base, target, top, slope, kind == COUNT, BLOCK)
     if (kind == COUNT) & (p < 1):
         if x is not None:
-            mass = tl.where(x >= limit, tl.exp2((x - top) * slope), 0.0)
+            mass = tl.where(x >= limit, exp2((x - top) * slope), 0.0)
         else:
             lane = tl.arange(0, BLOCK)
             mass = tl.zeros((BLOCK,), tl.float32)
             for start in range(0, length, BLOCK):
                 y = tl.load(at + start + lane, mask=start + lane < length, other=-INF).to(tl.float32)
-                mass += tl.where(y >= limit, tl.exp2((y - top) * slope), 0.0)
+                mass += tl.where(y >= limit, exp2((y - top) * slope), 0.0)
         target = tl.maximum(p * tl.sum(mass, 0), 1e-30)
         limit = _search(x, at, length, limit, hi, 0.0, target, top, slope, False, BLOCK)
     return limit
+
+
+@triton.jit
+def _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM: tl.constexpr,
+           SLOTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
+    """The limit, from the first SLOTS that each piece collected, and the kept mass among them [CHUNKS]."""
+    each = tl.arange(0, CHUNKS)[:, None]
+    at = first + each * ROOM + tl.arange(0, SLOTS)[None, :]
+    inside = tl.load(at, mask=each < num_chunks, other=-INF)
+    x = tl.reshape(inside, (CHUNKS * SLOTS,))
+    limit = _limit(x, first, 0, lo, hi, base, target, kind, p, top, slope, CHUNK)
+    return limit, tl.sum(tl.where(inside >= limit, exp2((inside - top) * slope), 0.0), 1)
 
 
 @triton.jit
@@ -90,7 +102,7 @@ def _masses(row_at, num_tokens, limit, top, slope, CHUNK: tl.constexpr, CHUNKS: 
     masses = tl.zeros((CHUNKS,), tl.float32)
     for start in range(0, num_tokens, CHUNK):
         x = tl.load(row_at + start + lane, mask=start + lane < num_tokens, other=-INF).to(tl.float32)
-        mass = tl.sum(tl.where(x >= limit, tl.exp2((x - top) * slope), 0.0), 0)
+        mass = tl.sum(tl.where(x >= limit, exp2((x - top) * slope), 0.0), 0)
         masses = tl.where(each == start // CHUNK, mass, masses)
     return masses
 
@@ -107,7 +119,7 @@ def _drawn(row_at, masses, uniform, limit, top, slope, num_tokens, CHUNK: tl.con
     goal -= tl.max(tl.where(each < chunk, ends, 0.0), 0)
     token = chunk * CHUNK + lane
     x = tl.load(row_at + token, mask=token < num_tokens, other=-INF).to(tl.float32)
-    w = tl.where(x >= limit, tl.exp2((x - top) * slope), 0.0)
+    w = tl.where(x >= limit, exp2((x - top) * slope), 0.0)
     sums = tl.cumsum(w.to(tl.float64), 0)
     # sums may end a rounding below the piece's mass: then its last kept token
     place = tl.minimum(tl.sum((sums <= goal).to(tl.int32), 0), tl.max(tl.where(w > 0, lane, 0), 0))
@@ -118,7 +130,7 @@ def _drawn(row_at, masses, uniform, limit, top, slope, num_tokens, CHUNK: tl.con
 def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, minima, places, targets, kept,
            counts, above_counts, above_masses, brackets, ids, limits, num_tokens, stride, num_chunks,
            FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
+           FEW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """Grid (rows,): the row's token, and its limit where `limits` is wanted. FILTER: some limit is on."""
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -144,20 +156,23 @@ def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, mini
         masses = tl.load(above_masses + at, mask=real, other=0.0)
         target = tl.load(targets + row, mask=kind != NONE, other=0.0)
         count = tl.load(counts + at, mask=real, other=0)
-        if tl.max(count, 0) <= ROOM:
-            above = tl.sum(tl.load(above_counts + at, mask=real, other=0), 0).to(tl.float32)
-            base = tl.where(kind == MASS, tl.sum(masses, 0), above)
-            spot = tl.arange(0, CHUNKS * ROOM)
-            first = kept + row * num_chunks * ROOM
-            inside = tl.load(first + spot, mask=spot < num_chunks * ROOM, other=-INF)
-            limit = _limit(inside, first, 0, lo, hi, base, target, kind, p, top, slope, CHUNK)
-            mass = tl.where(inside >= limit, tl.exp2((inside - top) * slope), 0.0)
-            masses += tl.sum(tl.reshape(mass, (CHUNKS, ROOM)), 1)
+        above = tl.sum(tl.load(above_counts + at, mask=real, other=0), 0).to(tl.float32)
+        base = tl.where(kind == MASS, tl.sum(masses, 0), above)
+        first = kept + row * num_chunks * ROOM
+        most = tl.max(count, 0)
+        if most <= FEW:
+            limit, inside = _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM, FEW,
+                                   CHUNK, CHUNKS)  # fmt: skip
+            masses += inside
+        elif most <= ROOM:
+            limit, inside = _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM, ROOM,
+                                   CHUNK, CHUNKS)  # fmt: skip
+            masses += inside
         else:
             limit = _limit(None, row_at, num_tokens, lo, hi, 0.0, target, kind, p, top, slope, CHUNK)
             masses = _masses(row_at, num_tokens, limit, top, slope, CHUNK, CHUNKS)
     else:
-        masses = tl.load(sums + at, mask=real, other=0.0) * tl.exp2((largest - top) * slope)
+        masses = tl.load(sums + at, mask=real, other=0.0) * exp2((largest - top) * slope)
     if limits is not None:
         tl.store(limits + row, limit)
     if uniform is not None:

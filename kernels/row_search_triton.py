@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# mypy: disable-error-code="assignment, var-annotated"
 """The kernels of sampling: which logits a row keeps, and which of them is drawn, without sorting anything.
 
 What top_k and top_p keep is everything from some logit on. With w = 1 or w = exp(logit - largest) and
@@ -26,9 +27,21 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
+from qinfer.kernels.rows_triton import ASM
+
 LOG2E = tl.constexpr(1.4426950408889634)
 NONE, COUNT, MASS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is searched for in a row
 INF = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def exp2(x):
+    """2^x; 0 where that is below the normal numbers."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -56,7 +69,7 @@ def _whole_row(row, maxima, sums, minima, num_chunks, slope, CHUNKS: tl.constexp
     at = row * num_chunks + chunk
     largest = tl.load(maxima + at, mask=real, other=-INF)
     top = tl.max(largest, 0)
-    mass = tl.load(sums + at, mask=real, other=0.0) * tl.exp2((largest - top) * slope)
+    mass = tl.load(sums + at, mask=real, other=0.0) * exp2((largest - top) * slope)
     return top, tl.sum(mass, 0), tl.min(tl.load(minima + at, mask=real, other=INF), 0)
 
 
@@ -117,20 +130,43 @@ def survey(
         t = tl.load(temperature + row)
     slope = LOG2E / tl.where(t > 0, t, 1.0)
     base = tl.where(largest == -INF, 0.0, largest)
-    tl.store(sums + at, tl.sum(tl.exp2((x - base) * slope), 0))
+    tl.store(sums + at, tl.sum(exp2((x - base) * slope), 0))
     tl.store(minima + at, tl.min(tl.where(x > -INF, x, INF), 0))
     tl.store(maxima + at, tl.where(tl.max((x != x).to(tl.int32), 0) > 0, float("nan"), largest))
 
 
 @triton.jit
-def _add4(a0, a1, a2, a3, b0, b1, b2, b3):
-    return a0 + b0, a1 + b1, a2 + b2, a3 + b3
+def _add_from(total, x, w, limit):
+    """total + (w where x >= limit), in two instructions."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.f32 p, $2, $4; mov.f32 $0, $1; @p add.f32 $0, $0, $3; }",
+            "=f,f,f,f,f",
+            [total, x, w, limit],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return total + tl.where(x >= limit, w, 0.0)
+
+
+@triton.jit
+def _joined(sums, THREADS: tl.constexpr, PIVOTS: tl.constexpr):
+    """The sums [PIVOTS] of PIVOTS tensors [THREADS], a power of two of them."""
+    for level in tl.static_range(1, 6):
+        if PIVOTS >> level > 0:
+            pairs = ()
+            for j in tl.static_range(PIVOTS >> level):
+                pairs += (tl.join(sums[j], sums[j + (PIVOTS >> level)]),)
+            sums = pairs
+    return tl.sum(tl.reshape(sums[0], (THREADS, PIVOTS)), 0)
 
 
 @triton.jit
 def narrow(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, old_pivots, old_weights, pivots,
            weights, targets, num_tokens, stride, num_chunks, FIRST: tl.constexpr, SECOND: tl.constexpr,
-           CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           CHUNK: tl.constexpr, CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, THREADS: tl.constexpr,
+           EARLY: tl.constexpr):  # fmt: skip
     """Grid (pieces, rows): this piece's W at the pivots of the row's bracket."""
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -152,42 +188,44 @@ def narrow(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, old_p
         lo, hi = _bracket(row, chunk, kind, k, p, least, mass, old_pivots, old_weights, targets, num_chunks,
                           SECOND, CHUNKS, PIVOTS)  # fmt: skip
     step = tl.where(lo > -INF, (tl.minimum(hi, top) - lo) / PIVOTS, 0.0)
-    lane = tl.arange(0, CHUNK)
-    token = chunk * CHUNK + lane
-    at = row * num_chunks + chunk
-    reads = tl.load(maxima + at) >= lo
-    end = tl.where(reads, num_tokens, 0)
-    x = tl.load(logits + row * stride + token, mask=token < end, other=-INF).to(tl.float32)
-    w = tl.where(kind == COUNT, 1.0, tl.exp2((x - top) * slope))
     pivots += row * (PIVOTS + 1)
-    weights += at * PIVOTS
-    for j in tl.static_range(0, PIVOTS, 4):
-        p0, p1, p2, p3 = lo + step * j, lo + step * (j + 1), lo + step * (j + 2), lo + step * (j + 3)
-        if reads:
-            w0, w1, w2, w3 = tl.reduce(
-                (tl.where(x >= p0, w, 0.0), tl.where(x >= p1, w, 0.0), tl.where(x >= p2, w, 0.0),
-                 tl.where(x >= p3, w, 0.0)), 0, _add4)  # fmt: skip
-        else:
-            w0, w1, w2, w3 = 0.0, 0.0, 0.0, 0.0
-        tl.store(weights + j, w0)
-        tl.store(weights + j + 1, w1)
-        tl.store(weights + j + 2, w2)
-        tl.store(weights + j + 3, w3)
-        if chunk == 0:
-            tl.store(pivots + j, p0)
-            tl.store(pivots + j + 1, p1)
-            tl.store(pivots + j + 2, p2)
-            tl.store(pivots + j + 3, p3)
+    each = tl.arange(0, PIVOTS)
+    at = row * num_chunks + chunk
+    weights += at * PIVOTS + each
     if chunk == 0:
+        for j in tl.static_range(PIVOTS):
+            tl.store(pivots + j, lo + step * j)
         tl.store(pivots + PIVOTS, hi)
+    if tl.load(maxima + at) < lo:
+        tl.store(weights, tl.zeros((PIVOTS,), tl.float32))
+        return
+    token = chunk * CHUNK + tl.arange(0, THREADS)
+    logits += row * stride + token
+    loaded = ()
+    totals = ()
+    for i in tl.static_range(0, CHUNK, THREADS):
+        loaded += (tl.load(logits + i, mask=token + i < num_tokens, other=-INF),)
+    for _ in tl.static_range(PIVOTS):
+        totals += (tl.zeros((THREADS,), tl.float32),)
+    for i in tl.static_range(CHUNK // THREADS):
+        x = loaded[i].to(tl.float32)
+        w = tl.where(kind == COUNT, 1.0, exp2((x - top) * slope))
+        new = ()
+        for j in tl.static_range(PIVOTS):
+            new += (_add_from(totals[j], x, w, lo + step * j),)
+        totals = new
+    tl.store(weights, _joined(totals, THREADS, PIVOTS))
 
 
 @triton.jit
 def gather(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, pivots, weights, targets, kept,
            counts, above_counts, above_masses, brackets, num_tokens, stride, num_chunks, CHUNK: tl.constexpr,
            CHUNKS: tl.constexpr, PIVOTS: tl.constexpr, SECOND: tl.constexpr, ROOM: tl.constexpr,
-           EARLY: tl.constexpr):  # fmt: skip
-    """Grid (pieces, rows): this piece's logits inside the row's bracket, and count and mass above it."""
+           THREADS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+    """Grid (pieces, rows): this piece's logits inside the row's bracket, and count and mass above it.
+
+    A thread puts its own side by side: whoever reads them adds them all.
+    """
     if EARLY:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -212,18 +250,30 @@ def gather(logits, temperature, top_k, top_p, min_p, maxima, sums, minima, pivot
     count, above_count = 0, 0
     above_mass = 0.0
     if hi == -INF:  # everything is kept
-        above_mass = tl.load(sums + at) * tl.exp2((largest - top) * slope)
+        above_mass = tl.load(sums + at) * exp2((largest - top) * slope)
     elif largest >= lo:
-        lane = tl.arange(0, CHUNK)
-        token = chunk * CHUNK + lane
-        x = tl.load(logits + row * stride + token, mask=token < num_tokens, other=-INF).to(tl.float32)
-        above_mass = tl.sum(tl.where(x >= hi, tl.exp2((x - top) * slope), 0.0), 0)
-        above_count = tl.sum((x >= hi).to(tl.int32), 0)
-        inside = ((x >= lo) & (x < hi) & (x > -INF)).to(tl.int32)
-        count = tl.sum(inside, 0)
+        token = chunk * CHUNK + tl.arange(0, THREADS)
+        source = logits + row * stride + token
+        loaded = ()
+        for i in tl.static_range(0, CHUNK, THREADS):
+            loaded += (tl.load(source + i, mask=token + i < num_tokens, other=-INF),)
+        mass_above = tl.zeros((THREADS,), tl.float32)
+        found = tl.zeros((THREADS,), tl.int32)  # inside, and 2^16 times above
+        for i in tl.static_range(CHUNK // THREADS):
+            x = loaded[i].to(tl.float32)
+            mass_above = _add_from(mass_above, x, exp2((x - top) * slope), hi)
+            found += tl.where(x >= hi, 1 << 16, ((x >= lo) & (x > -INF)).to(tl.int32))
+        above_mass = tl.sum(mass_above, 0)
+        both = tl.sum(found, 0)
+        count, above_count = both & 0xFFFF, both >> 16
         if count > 0:
-            place = tl.cumsum(inside, 0) - 1
-            tl.store(kept + at * ROOM + place, x, mask=(inside > 0) & (place < ROOM))
+            found = found & 0xFFFF
+            place = tl.cumsum(found, 0) - found
+            for i in tl.static_range(CHUNK // THREADS):
+                x = loaded[i].to(tl.float32)
+                inside = (x >= lo) & (x < hi) & (x > -INF)
+                tl.store(kept + at * ROOM + place, x, mask=inside & (place < ROOM))
+                place += inside.to(tl.int32)
     spot = tl.arange(0, ROOM)
     tl.store(kept + at * ROOM + spot, tl.full((ROOM,), -INF, tl.float32), mask=spot >= count)
     tl.store(counts + at, count)

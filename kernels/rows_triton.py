@@ -27,19 +27,55 @@ INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)
 ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float32 to an integer, ties to even
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ASM = tl.constexpr(not INTERPRETED)  # the interpreter knows no assembly
 CODES = (torch.int8, torch.float8_e4m3fn)
 MAX_LANES = 32768  # of a program's rows: 32 numbers for each of 1024 threads
 MEASURED = "nvidia-h200"  # the GPU whose table `offline_variants` look into
+MAX_PROGRAMS = 528  # that may meet: four for each multiprocessor of an H200
 MAX_PARTS = 16  # partial sums whose loads are issued together
 
 
 @triton.jit
 def row_scale(x, TYPE: tl.constexpr):
     """x [ROWS, LANES] float32 -> the scale of each row's codes of TYPE, as `quantize_per_token` has it."""
+    return _scale_of(_largest(x), TYPE)
+
+
+@triton.jit
+def _largest(x):
+    """Bits of each row's largest magnitude."""
+    return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
+
+
+@triton.jit
+def _scale_of(bits, TYPE: tl.constexpr):
+    largest = bits.to(tl.float32, bitcast=True)
     limit: tl.constexpr = INT8_MAX if TYPE == tl.int8 else FP8_MAX  # noqa: SIM300
-    largest = tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, limit)
     return tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)  # NaN stays
+
+
+@triton.jit
+def meeting_of(words, PIECES: tl.constexpr):
+    """The number of this meeting of a row's programs (grid: rows, PIECES), from this program's word."""
+    return (tl.load(words + tl.program_id(0) * PIECES + tl.program_id(1)) >> 32).to(tl.int32) + 1
+
+
+@triton.jit
+def _agreed(bits, meeting, words, PIECES: tl.constexpr):
+    """The largest `bits` [1] of a row's programs, which all wait here until each has told its own.
+
+    A program tells it in its word, (number of the meeting, bits), which one store changes at once. All
+    programs of the launch must fit the GPU together; the next launch comes when all of them have ended.
+    """
+    words += tl.program_id(0) * PIECES
+    told = (meeting.to(tl.int64) << 32) | tl.max(bits, 0).to(tl.int64)
+    tl.atomic_xchg(words + tl.program_id(1), told, sem="relaxed")
+    words += tl.arange(0, PIECES)
+    heard = tl.load(words, volatile=True)
+    while tl.max(((heard >> 32).to(tl.int32) != meeting).to(tl.int32), 0) > 0:
+        heard = tl.load(words, volatile=True)
+    return tl.max(heard.to(tl.int32), 0) + tl.zeros_like(bits)
 
 
 @triton.jit
@@ -53,12 +89,30 @@ def codes(x, scale, TYPE: tl.constexpr):
 
 
 @triton.jit
-def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl.constexpr):
-    """Stores x [ROWS, LANES] float32 at `at` as TYPE; CODED: as codes, and the scales of the rows."""
+def rounded(x, TYPE: tl.constexpr):
+    """x float32 as TYPE; two at a time to bfloat16, for what is used further would be rounded one by one."""
+    if ASM and TYPE == tl.bfloat16:  # noqa: SIM300
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+    return x.to(TYPE)
+
+
+@triton.jit
+def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl.constexpr, meeting=None,
+               words=None, PIECES: tl.constexpr = 1):  # fmt: skip
+    """Stores x [ROWS, LANES] float32 at `at` as TYPE; CODED: as codes, and the scales of the rows.
+
+    PIECES: that many programs hold a row (ROWS is 1), and have a meeting.
+    """
     if CODED:
-        scale = row_scale(x, TYPE)
+        bits = _largest(x)
+        if PIECES > 1:
+            bits = _agreed(bits, meeting, words, PIECES)
+        scale = _scale_of(bits, TYPE)
         tl.store(at, codes(x, scale, TYPE), mask=mask)
-        tl.store(scales + row, scale, mask=row < num_rows)
+        if tl.program_id(1) == 0:
+            tl.store(scales + row, scale, mask=row < num_rows)
     else:
         tl.store(at, x.to(TYPE), mask=mask)
 
@@ -82,7 +136,8 @@ def row_tile(
     lanes = triton.next_power_of_2(length)
     if lanes > MAX_LANES:
         raise Declined(f"rows of {length} numbers; a program holds up to {MAX_LANES}")
-    entry = tile(f"{op} {lanes}", gpu, lambda m, n, k: formula(m, lanes), num_rows)
+    size = lanes * 3 // 4 if lanes == MAX_LANES and length <= lanes * 3 // 4 else lanes
+    entry = tile(f"{op} {size}", gpu, lambda m, n, k: formula(m, lanes), num_rows)
     return {"LANES": lanes, **launch(entry)}
 
 
@@ -108,9 +163,15 @@ def offline_row(
     aligned: tuple[str, ...],
 ) -> Variant:
     """The variant of a row-wise kernel that `entry` launches."""
-    tile_constants = {key: value for key, value in entry.items() if key in ("LANES", "ROWS", "EARLY")}
+    tile_constants = {key: value for key, value in entry.items() if key.isupper()}
     options = {key: value for key, value in entry.items() if key not in tile_constants}
     return Variant(name, kernel, signature, {**constants, **tile_constants}, options, aligned)
+
+
+@cache
+def meeting_words(device: torch.device, pieces: int) -> Tensor:
+    """The words of `_agreed` for rows in `pieces`: for launches of one stream, one after the other."""
+    return torch.zeros(MAX_PROGRAMS, dtype=torch.int64, device=device)
 
 
 @cache

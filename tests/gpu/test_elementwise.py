@@ -89,22 +89,46 @@ def test_partial_sums(parts: int) -> None:
         assert error_ratio(out, normed(total, weight, 0.0)) < BOUND[torch.bfloat16]
 
 
+def gated(name: str, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.double().chunk(2, -1)
+    if name == "silu_mul":
+        return gate * torch.sigmoid(gate) * up
+    return 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+
+
 @pytest.mark.parametrize("width", GATED)
 @pytest.mark.parametrize("name", ["silu_mul", "gelu_mul"])
 def test_gated_activations(name: str, width: int) -> None:
-    for rows in (1, 17, 1025):
+    for rows in (1, 16, 17, 64, 65, 1025):
         gate_up = 3 * randn(rows, 2 * width)
-        gate, up = gate_up.double().chunk(2, -1)
-        if name == "gelu_mul":
-            expected = (
-                0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
-            )
-        else:
-            expected = gate * torch.sigmoid(gate) * up
+        expected = gated(name, gate_up)
         out = getattr(activation_triton, name)(gate_up)
         assert error_ratio(out, expected) < BOUND[torch.bfloat16]
         for kind in ("int8", "fp8"):
             check_codes(*getattr(fused_activation_triton, f"{name}_{kind}")(gate_up), expected)
+
+
+@pytest.mark.parametrize("width", [1536, 4864, 14336, 18944, 28672])
+def test_gated_activations_of_partial_sums(width: int) -> None:
+    for rows, parts in ((1, 4), (16, 2), (17, 8), (33, 4), (64, 4), (65, 3)):
+        gate_up = torch.randn(parts, rows, 2 * width, device="cuda")
+        expected = gated("silu_mul", gate_up.double().sum(0))
+        out = fused_activation_triton.silu_mul_parts(gate_up, torch.bfloat16)
+        assert error_ratio(out, expected) < BOUND[torch.bfloat16]
+        for op in (fused_activation_triton.silu_mul_int8, fused_activation_triton.silu_mul_fp8):
+            check_codes(*op(gate_up), expected)
+
+
+def test_programs_that_share_a_row_agree_on_broken_rows() -> None:
+    gate_up = randn(4, 2 * 28672)
+    gate_up[1, 28671], gate_up[2] = math.nan, 0.0
+    codes, scale = fused_activation_triton.silu_mul_int8(gate_up)
+    alone = [fused_activation_triton.silu_mul_int8(row.unsqueeze(0)) for row in gate_up]
+    assert torch.equal(scale.isnan().flatten(), torch.tensor([False, True, False, False], device="cuda"))
+    assert float(scale[2]) == torch.finfo(torch.float32).tiny
+    for i in (0, 2, 3):
+        assert torch.equal(codes[i], alone[i][0][0])
+        assert torch.equal(scale[i], alone[i][1][0])
 
 
 @pytest.mark.parametrize("name", ["int8_per_token", "fp8_per_token"])
@@ -126,14 +150,14 @@ def test_rope() -> None:
 
 def test_a_captured_chain_follows_its_inputs() -> None:
     """Kernels that start before their predecessor has ended read only what it has written."""
-    x, residual, weight = randn(16, 4096), randn(16, 4096), randn(4096)
+    x, residual, weight, gate_up = randn(16, 4096), randn(16, 4096), randn(4096), randn(16, 28672)
 
-    def chain() -> tuple[Tensor, Tensor]:
+    def chain() -> tuple[Tensor, ...]:
         hidden, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
         for _ in range(20):
             hidden, total = norm_triton.add_rms_norm(hidden, total, weight, EPS)
-        codes, scale, _ = fused_norm_triton.add_rms_norm_int8(hidden, total, weight, EPS)
-        return codes, scale
+            codes, scale = fused_activation_triton.silu_mul_int8(gate_up + hidden.repeat(1, 7))
+        return *fused_norm_triton.add_rms_norm_int8(hidden, total, weight, EPS), codes, scale
 
     chain()
     graph = torch.cuda.CUDAGraph()
@@ -155,7 +179,8 @@ def test_the_same_inputs_give_the_same_bits() -> None:
         lambda: fused_norm_triton.add_rms_norm_int8(x, residual, weight, EPS),
         lambda: fused_norm_triton.add_rms_norm_fp8(parts, residual[:64], weight, EPS),
         lambda: fused_activation_triton.gelu_mul_int8(gate_up),
-        lambda: fused_activation_triton.silu_mul_fp8(parts),
+        lambda: fused_activation_triton.silu_mul_fp8(gate_up[:16]),
+        lambda: fused_activation_triton.silu_mul_fp8(parts.repeat(1, 1, 3)),
         lambda: quantize_per_token_triton.int8_per_token(gate_up),
     ):
         first = [out.view(torch.uint8) for out in op()]
