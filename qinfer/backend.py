@@ -40,6 +40,8 @@ R = TypeVar("R")
 # input may differ by one step in a few elements, which moves a product by less than this.
 CHECK_LIMIT = 2e-2
 
+HOPPER = 9  # major compute capability; the kernels use instructions that no other has
+
 
 class Settings(NamedTuple):
     """What the environment asks of the ops."""
@@ -72,10 +74,10 @@ def model_device() -> torch.device:
     Raises UserError for senseless settings, also on the CPU, and for QINFER_BACKEND=triton without a GPU.
     """
     backend = settings().backend
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.version.cuda:  # not ROCm, which goes by the same name
         return torch.device("cuda", torch.cuda.current_device())
     if backend == "triton":
-        raise UserError("QINFER_BACKEND=triton needs a GPU, and torch sees none: use auto or torch")
+        raise UserError("QINFER_BACKEND=triton needs an NVIDIA GPU, and torch sees none: use auto or torch")
     return torch.device("cpu")
 
 
@@ -86,10 +88,11 @@ def describe(gpu: str, major: int) -> str:
         return "plain torch, as QINFER_BACKEND asks, which is slow"
     if find_spec("triton") is None:
         return "plain torch, which is slow: Triton is not installed"
+    if major != HOPPER:
+        return "plain torch, which is slow: the kernels are made for Hopper GPUs"
     tiles = f"tiles measured for {gpu_key(gpu)}" if is_measured(gpu_key(gpu)) else "tiles by formula"
-    others = "" if major == 9 else "; products of 8-bit weights in plain torch: the kernels need Hopper"
     checked = "; every op compared with plain torch (QINFER_CHECK)" if chosen.check else ""
-    return f"Triton kernels, {tiles}{others}{checked}"
+    return f"Triton kernels, {tiles}{checked}"
 
 
 @contextmanager
@@ -210,9 +213,11 @@ def _shapes(tree: Any) -> str:
 
 @cache
 def _twin(meaning: Callable[..., R]) -> Callable[..., R]:
-    """The function of the same name beside the meaning; Declined without Triton, or where there is none."""
+    """The function of the same name beside the meaning; Declined where there is none that runs here."""
     if find_spec("triton") is None:
         raise Declined("Triton is not installed")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != HOPPER:
+        raise Declined(f"the kernels are made for Hopper GPUs, not for {torch.cuda.get_device_name()}")
     twin: Callable[..., R] | None = getattr(
         import_module(f"{meaning.__module__}_triton"), meaning.__name__, None
     )

@@ -91,6 +91,16 @@ def test_declining_runs_the_meaning_and_is_said_once(
     assert backend.run(op(lambda x: 2 * x, declining), X).tolist() == [2.0, 4.0]
 
 
+def test_another_gpu_than_hopper_runs_in_plain_torch(
+    choose: Any, op: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10")
+    assert backend.run(op(lambda x: 2 * x, never), X).tolist() == [2.0, 4.0]
+    assert "made for Hopper GPUs, not for NVIDIA A10" in caplog.text
+
+
 def test_declining_is_an_error_where_torch_is_ruled_out(choose: Any, op: Any) -> None:
     choose("triton")
     with pytest.raises(UserError, match=r"double has no kernel for float32\[2\]: numbers are odd"):
@@ -121,7 +131,7 @@ def test_without_a_gpu_models_run_on_the_cpu_and_triton_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert backend.model_device() == torch.device("cpu")
     choose("triton")
-    with pytest.raises(UserError, match="needs a GPU"):
+    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
         backend.model_device()
 
 
@@ -216,8 +226,8 @@ def test_the_check_of_a_write_copies_the_touched_pages_alone(kv: torch.dtype) ->
 
 def test_what_a_gpu_would_run_is_told_in_words(choose: Any) -> None:
     assert backend.describe("NVIDIA H200", 9) == "Triton kernels, tiles measured for nvidia-h200"
-    other = backend.describe("NVIDIA A10", 8)
-    assert other.startswith("Triton kernels, tiles by formula; products of 8-bit weights in plain torch")
+    assert backend.describe("NVIDIA GH200", 9) == "Triton kernels, tiles by formula"
+    assert backend.describe("NVIDIA A10", 8).endswith("the kernels are made for Hopper GPUs")
     choose("auto", "1")
     assert "compared" in backend.describe("NVIDIA H200", 9)
     choose("torch")
