@@ -23,7 +23,7 @@ CHUNK = 4096  # logits of a piece
 ROOM = 128  # logits that a piece may leave in the bracket
 PIVOTS = 16
 ROUNDS = 2  # of narrowing: to 1 / 256 of the first bracket
-WARPS = {"survey": 4, "narrow": 4, "gather": 8, "finish": 8}
+WARPS = {"survey": 8, "narrow": 4, "gather": 8, "finish": 8}
 EARLY = not INTERPRETED
 
 
@@ -87,7 +87,7 @@ def run(
     bracket = _narrowed(logits, limits, found, sizes, shape) if filters else (None,) * 6
     finish[(num_rows,)](
         logits, uniform, *limits, *found, places, *bracket, ids, least, *shape,
-        FILTER=filters, ROOM=ROOM, FEW=ROOM // 8, **sizes, **_launch("finish"),
+        FILTER=filters, ROOM=ROOM, **sizes, **_launch("finish"),
     )  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def offline_variants() -> Iterator[Variant]:
         (survey, {"CHUNK": CHUNK}),
         (narrow, {**sizes, "PIVOTS": PIVOTS, "FIRST": False, "SECOND": True}),
         (gather, {**sizes, "PIVOTS": PIVOTS, "SECOND": False, "ROOM": ROOM}),
-        (finish, {**sizes, "FILTER": True, "ROOM": ROOM, "FEW": ROOM // 8}),
+        (finish, {**sizes, "FILTER": True, "ROOM": ROOM}),
     ):
         options = _launch(kernel.__name__)
         constants |= {name: options.pop(name) for name in ("EARLY", "THREADS") if name in options}

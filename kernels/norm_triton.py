@@ -27,7 +27,6 @@ from qinfer.kernels.rows_triton import (
     load_sum,
     offline_row,
     part_stride,
-    rounded,
     row_formula,
     row_tile,
     store_rows,
@@ -158,7 +157,7 @@ def _kernel(
     at = row[:, None] * LENGTH + lane[None, :]
     if ADD:
         before = tl.load(residual + row[:, None] * residual_stride + lane[None, :], mask=mask, other=0.0)
-        new = rounded(before.to(tl.float32) + multiplier * values, total.dtype.element_ty)
+        new = (before.to(tl.float32) + multiplier * values).to(total.dtype.element_ty)
         tl.store(total + at, new, mask=mask)
         values = new.to(tl.float32)
     root = tl.rsqrt(tl.sum(values * values, 1) / LENGTH + eps)

@@ -83,18 +83,6 @@ def _limit(x, at, length, lo, hi, base, target, kind, p, top, slope, BLOCK: tl.c
 
 
 @triton.jit
-def _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM: tl.constexpr,
-           SLOTS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # fmt: skip
-    """The limit, from the first SLOTS that each piece collected, and the kept mass among them [CHUNKS]."""
-    each = tl.arange(0, CHUNKS)[:, None]
-    at = first + each * ROOM + tl.arange(0, SLOTS)[None, :]
-    inside = tl.load(at, mask=each < num_chunks, other=-INF)
-    x = tl.reshape(inside, (CHUNKS * SLOTS,))
-    limit = _limit(x, first, 0, lo, hi, base, target, kind, p, top, slope, CHUNK)
-    return limit, tl.sum(tl.where(inside >= limit, exp2((inside - top) * slope), 0.0), 1)
-
-
-@triton.jit
 def _masses(row_at, num_tokens, limit, top, slope, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):
     """The kept mass of each piece of a row [CHUNKS], from the whole row."""
     each = tl.arange(0, CHUNKS)
@@ -130,7 +118,7 @@ def _drawn(row_at, masses, uniform, limit, top, slope, num_tokens, CHUNK: tl.con
 def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, minima, places, targets, kept,
            counts, above_counts, above_masses, brackets, ids, limits, num_tokens, stride, num_chunks,
            FILTER: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, ROOM: tl.constexpr,
-           FEW: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
+           EARLY: tl.constexpr):  # fmt: skip
     """Grid (rows,): the row's token, and its limit where `limits` is wanted. FILTER: some limit is on."""
     if EARLY:
         cuda.gdc_launch_dependents()
@@ -156,18 +144,15 @@ def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, mini
         masses = tl.load(above_masses + at, mask=real, other=0.0)
         target = tl.load(targets + row, mask=kind != NONE, other=0.0)
         count = tl.load(counts + at, mask=real, other=0)
-        above = tl.sum(tl.load(above_counts + at, mask=real, other=0), 0).to(tl.float32)
-        base = tl.where(kind == MASS, tl.sum(masses, 0), above)
-        first = kept + row * num_chunks * ROOM
-        most = tl.max(count, 0)
-        if most <= FEW:
-            limit, inside = _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM, FEW,
-                                   CHUNK, CHUNKS)  # fmt: skip
-            masses += inside
-        elif most <= ROOM:
-            limit, inside = _among(first, num_chunks, lo, hi, base, target, kind, p, top, slope, ROOM, ROOM,
-                                   CHUNK, CHUNKS)  # fmt: skip
-            masses += inside
+        if tl.max(count, 0) <= ROOM:
+            above = tl.sum(tl.load(above_counts + at, mask=real, other=0), 0).to(tl.float32)
+            base = tl.where(kind == MASS, tl.sum(masses, 0), above)
+            spot = tl.arange(0, CHUNKS * ROOM)
+            first = kept + row * num_chunks * ROOM
+            inside = tl.load(first + spot, mask=spot < num_chunks * ROOM, other=-INF)
+            limit = _limit(inside, first, 0, lo, hi, base, target, kind, p, top, slope, CHUNK)
+            mass = tl.where(inside >= limit, exp2((inside - top) * slope), 0.0)
+            masses += tl.sum(tl.reshape(mass, (CHUNKS, ROOM)), 1)
         else:
             limit = _limit(None, row_at, num_tokens, lo, hi, 0.0, target, kind, p, top, slope, CHUNK)
             masses = _masses(row_at, num_tokens, limit, top, slope, CHUNK, CHUNKS)

@@ -89,16 +89,6 @@ def codes(x, scale, TYPE: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, TYPE: tl.constexpr):
-    """x float32 as TYPE; two at a time to bfloat16, for what is used further would be rounded one by one."""
-    if ASM and TYPE == tl.bfloat16:  # noqa: SIM300
-        return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
-        )
-    return x.to(TYPE)
-
-
-@triton.jit
 def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl.constexpr, meeting=None,
                words=None, PIECES: tl.constexpr = 1):  # fmt: skip
     """Stores x [ROWS, LANES] float32 at `at` as TYPE; CODED: as codes, and the scales of the rows.
