@@ -31,10 +31,13 @@ import w8a8
 import w8a16
 from graph_timing import microseconds
 
+from qinfer.kernels import paged_attention_triton as attention
 from qinfer.kernels import tiles
 from qinfer.kernels.paged_attention import Geometry
 
 CONFIGS = Path(tiles.__file__).parent / "configs"
+PARTS = elementwise.PARTS
+FEW_ROWS = ((16, 16), (None, 64))  # of partial sums, which products of few tokens leave
 Table = dict[str, dict[str, list[Any]]]
 
 
@@ -78,9 +81,9 @@ def attention_searches() -> Iterator[Search]:
 def _attention(num_seqs: int, length: int, rows: int, kind: str) -> Callable[[], Any]:
     q, pages, batch = paged_attention.step(num_seqs, length, rows, kind)
     geometry = Geometry(paged_attention.KV_HEADS, paged_attention.PAGE, None, q.dtype)
-    plan = paged_attention.attention.group_rows(batch, geometry)
+    plan = attention.group_rows(batch, geometry)
     scale = paged_attention.DIM**-0.5
-    return lambda: paged_attention.attention.paged_attention(q, pages, plan, scale=scale)
+    return lambda: attention.paged_attention(q, pages, plan, scale=scale)
 
 
 def _write(tokens: int) -> Callable[[], Any]:
@@ -90,19 +93,30 @@ def _write(tokens: int) -> Callable[[], Any]:
 
 
 def row_searches() -> Iterator[Search]:
-    ops = (("rms_norm", "add_rms_norm_int8", (1024, 4096, 8192)),
-           ("gated_codes", "silu_mul_int8", (2048, 8192, 16384, 32768)),
-           ("codes", "int8_per_token", (2048, 8192, 16384, 32768)))  # fmt: skip
-    for op, case, widths in ops:
+    gated, every = (2048, 8192, 16384, 24576, 32768), ((16, 16), (64, 64), (512, 512), (None, 4096))
+    ops = (("rms_norm", "add_rms_norm_int8", (1024, 2048, 4096, 8192), every),
+           ("rms_norm_parts", f"add_rms_norm_int8 parts {PARTS}", (1024, 2048, 4096, 8192), FEW_ROWS),
+           ("gated_codes", "silu_mul_int8", gated, every),
+           ("gated_parts", f"silu_mul_int8 parts {PARTS}", gated, FEW_ROWS),
+           ("codes", "int8_per_token", gated, every))  # fmt: skip
+    for op, case, widths, sizes in ops:
         for width in widths:
-            entries = grid(ROWS=(1, 2), num_warps=(1, 2, 4, 8, 16, 32), EARLY=(0, 1))
-            # a thread has 4 to 128 numbers
-            entries = [e for e in entries if 4 <= e["ROWS"] * width / (32 * e["num_warps"]) <= 128]
-            for upper, rows in ((128, 64), (1024, 512), (None, 4096)):
-                yield Search(f"{op} {width}", "*", upper, entries, partial(_rows, case, rows, width), 8, 2)
-    entries = grid(ROWS=(1, 2), LANES=(512, 1024, 2048, 4096), num_warps=(4, 8), EARLY=(0, 1))
+            for upper, rows in sizes:
+                pieces = (1, 4, 8) if op.startswith("gated") and upper and upper <= 64 else (1,)
+                call = partial(_rows, case, rows, width)
+                yield Search(f"{op} {width}", "*", upper, list(row_entries(width, pieces)), call, 8, 2)
+    entries = grid(ROWS=(1,), LANES=(512, 1024, 2048, 4096), num_warps=(4, 8), EARLY=(0, 1))
     for upper, rows in ((512, 64), (None, 4096)):
         yield Search("gated", "*", upper, entries, partial(_rows, "silu_mul", rows, 14336), 8, 2)
+
+
+def row_entries(width: int, pieces: tuple[int, ...]) -> Iterator[dict[str, int]]:
+    """Warps that leave 4 to 64 numbers of a row, or of a piece of it, to a thread."""
+    for entry in grid(ROWS=(1,), PIECES=pieces, num_warps=(1, 2, 4, 8, 16, 32), EARLY=(1,)):
+        if 4 <= width / entry["PIECES"] / (32 * entry["num_warps"]) <= 64:
+            if entry["PIECES"] == 1:
+                del entry["PIECES"]
+            yield entry
 
 
 def _rows(name: str, rows: int, width: int) -> Callable[[], Any]:
@@ -136,10 +150,10 @@ def compile_one(job: tuple[str, int, int]) -> bool:
 def search_all(part: str) -> Table:
     """The fastest entry of every search of a part, as rows of tables."""
     searches = list(SEARCHES[part]())
-    jobs: dict[tuple[str, int], tuple[str, int, int]] = {}  # an op's searches have the same entries
+    jobs: dict[tuple[str, str], tuple[str, int, int]] = {}  # one for what compiles alike
     for i, search in enumerate(searches):
-        for j in range(len(search.entries)):
-            jobs.setdefault((search.op, j), (part, i, j))
+        for j, entry in enumerate(search.entries):
+            jobs.setdefault((search.op, json.dumps(entry)), (part, i, j))
     with multiprocessing.get_context("spawn").Pool(min(os.cpu_count() or 1, 16)) as pool:
         runs = dict(zip(jobs, pool.map(compile_one, jobs.values(), chunksize=1), strict=True))
     found: Table = {}
@@ -147,7 +161,7 @@ def search_all(part: str) -> Table:
         call = search.prepare()
         times = []
         for j, entry in enumerate(search.entries):
-            if runs[search.op, j]:
+            if runs[search.op, json.dumps(entry)]:
                 put(search, entry)
                 times.append((microseconds([call] * search.repeats) / search.calls, j))
         time, best = min(times)
