@@ -1,7 +1,9 @@
 """Row-wise GPU kernels against float64 formulas: in Triton's interpreter where there is no GPU."""
 
+import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from qinfer.kernels import (
     rope,
     rope_triton,
     rows_triton,
+    tiles,
 )
 from qinfer.kernels.tiles import Declined
 from qinfer.testing import error_ratio
@@ -160,3 +163,17 @@ def test_what_does_not_fit_is_declined() -> None:
         quantize_per_token_triton.int8_per_token(torch.empty(1, rows_triton.MAX_LANES + 1, device=DEVICE))
     with pytest.raises(Declined, match="17 partial sums"):
         fused_activation_triton.silu_mul_int8(torch.empty(17, 1, 8, device=DEVICE))
+
+
+def test_programs_that_wait_for_each_other_fit_an_h200_together() -> None:
+    """132 multiprocessors, each with 65536 registers for 2048 threads; a program gets at least one."""
+    ops = json.loads(Path(tiles.__file__).with_name("configs").joinpath("nvidia-h200.json").read_text())[
+        "ops"
+    ]
+    rows = [row for table in ops.values() for row in table.get("*", []) if row[1].get("PIECES", 1) > 1]
+    assert rows
+    for m_upper, entry in rows:
+        threads = 32 * entry["num_warps"]
+        room = min(2048 // threads, 65536 // (threads * entry["maxnreg"])) if "maxnreg" in entry else 1
+        assert entry["ROWS"] == 1
+        assert m_upper * entry["PIECES"] <= min(132 * room, rows_triton.MAX_PROGRAMS)
