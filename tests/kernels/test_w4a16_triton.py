@@ -74,11 +74,11 @@ def test_groups(group: int, k: int, dtype: torch.dtype) -> None:
     check({"BM": 16}, 17, 40, k, group, dtype)
 
 
-@pytest.mark.parametrize("pieces", [3, 5, 11, 100])
-@pytest.mark.parametrize("slots", [2, 3, 100])
+@pytest.mark.parametrize("pieces", [5, 11, 100])
+@pytest.mark.parametrize("slots", [3, 100])
 def test_pieces_add_up(slots: int, pieces: int) -> None:
     """Some of the four tiles whole and some in pieces, or all in pieces, as many as there are steps."""
-    check({"SLOTS": slots, "PIECES": pieces}, 18, 72, 640, 128, torch.float16)
+    check({"SLOTS": slots, "PIECES": pieces}, 18, 72, 384, 128, torch.float16)
 
 
 @pytest.mark.parametrize("k", [128, 256, 320, 640])
