@@ -9,9 +9,12 @@ only, so `qinfer --help` answers at once.
 from __future__ import annotations
 
 import logging
+import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -61,24 +64,46 @@ def _options(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and leaves with its exit code; `arguments` default to the process's own."""
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    with _noticed_interrupts() as interrupts:
+        try:
+            # not standalone: there typer prints several lines for a mistake, and nothing for an interrupt
+            code = app(words, prog_name="qinfer", standalone_mode=False)
+        except typer.TyperException as error:
+            _leave(usage_line(error, words, [command.name or "" for command in app.registered_commands]), 2)
+        except GateError as error:
+            _leave(str(error), 1)
+        except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
+            _leave(str(error), 2)
+        except OSError as error:  # a full disk, a folder without permission: the person's, never a traceback
+            _leave(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2)
+        except KeyboardInterrupt:  # outside of the command
+            _leave("interrupted", 130)
+        except Exception:
+            # An extension that is interrupted may raise an error of its own instead: safetensors does.
+            if not interrupts:
+                raise
+            _leave("interrupted", 130)
+    if code == 130:  # what typer makes of an interrupt
+        _leave("interrupted", 130)
+    sys.exit(code or 0)
+
+
+@contextmanager
+def _noticed_interrupts() -> Iterator[list[int]]:
+    """Ctrl-C interrupts as ever, and is remembered in the list."""
+    interrupts: list[int] = []
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        interrupts.append(signum)
+        signal.default_int_handler(signum, frame)
+
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
-        # not standalone: there typer prints several lines for a mistake, and nothing for an interrupt
-        code = app(words, prog_name="qinfer", standalone_mode=False)
-        if code != 130:  # what typer makes of an interrupt
-            sys.exit(code or 0)
-        _leave("interrupted", 130)
-    except typer.TyperException as error:
-        _leave(usage_line(error, words, [command.name or "" for command in app.registered_commands]), 2)
-    except GateError as error:
-        _leave(str(error), 1)
-    except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
-        _leave(str(error), 2)
-    except OSError as error:  # a full disk, a folder without permission: the person's, and never a traceback
-        _leave(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2)
-    except KeyboardInterrupt:  # outside of the command
-        _leave("interrupted", 130)
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _leave(message: str, code: int) -> None:
+def _leave(message: str, code: int) -> NoReturn:
     print(f"qinfer: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

@@ -11,6 +11,7 @@ import pytest
 from qinfer import compare
 from qinfer.calibrate import pipeline
 from qinfer.checkpoint import writer
+from qinfer.cli import main
 from qinfer.engine.engine import Engine
 from qinfer.evals import gate
 from qinfer.testing import tiny_model
@@ -110,6 +111,28 @@ def test_eval_and_generate(qinfer, source, interrupted_in):
         assert (code, out) == (130, "")
         assert err.splitlines()[-1] == "qinfer: interrupted"
         assert qinfer(*command).code == 0
+
+
+def test_an_extension_that_turns_the_interrupt_into_an_error(qinfer, source, tmp_path, monkeypatch):
+    def swallowing(*arguments):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr(pipeline, "_quantize_layer", swallowing)
+    command = ("quantize", source, "--scheme", "w8a16-int8", "--out", tmp_path / "out")
+    code, out, err = qinfer(*command)
+    assert (code, out) == (130, "")
+    assert err.splitlines()[-1] == "qinfer: interrupted"
+    assert list(tmp_path.iterdir()) == []
+
+    def broken(*arguments):
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr(pipeline, "_quantize_layer", broken)
+    with pytest.raises(ValueError, match="a bug of ours"):
+        main([str(word) for word in command])
 
 
 def test_a_process_ends_within_seconds_without_a_traceback(source, tmp_path):
