@@ -2,8 +2,8 @@
 
 These are the terms of the memory ledger (memory.py) and are computed here and nowhere else: `qinfer plan`
 adds them up before anything is loaded, the engine puts what it measured in their place where it has
-something better. Weights are what the checkpoint writer writes, tensor by tensor; a page of the KV cache is
-`block_size` tokens of K and V of all layers.
+something better. Weights are what the checkpoint writer writes, tensor by tensor, or what a CPU holds of them
+once loaded; a page of the KV cache is `block_size` tokens of K and V of all layers.
 """
 
 from __future__ import annotations
@@ -12,25 +12,42 @@ import re
 from math import prod
 from typing import NamedTuple
 
-from qinfer.checkpoint.names import global_tensors, layer_modules, layer_prefix, layer_tensors, linear_shape
+from qinfer.checkpoint.names import (
+    global_tensors,
+    layer_groups,
+    layer_modules,
+    layer_prefix,
+    layer_tensors,
+    linear_shape,
+)
 from qinfer.config import ModelConfig
 from qinfer.engine.options import KV_CACHE_DTYPES
 from qinfer.errors import UserError
 
 GIB = 1 << 30
+_LEAST_BARE = 1 << 20  # a smaller number without a unit was meant in larger units: 4 for 4GiB
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS = {f"{p}{u}": b**i for i, p in enumerate("kmgt", 1) for u, b in (("ib", 1024), ("b", 1000))} | {"b": 1}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of '24GiB', '1.5 GB' (powers of 1000) or a plain number; UserError for anything else."""
+    """Bytes of '24GiB', '1.5 GB' (powers of 1000) or a plain number of at least 1 MiB, or 0.
+
+    UserError for anything else, a small number without a unit too.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
     unit = match and (match[2] or "b")
     if match is None or unit not in _UNITS:
         raise UserError(
             f"{text!r} is not a size: write a number with B, KiB, MiB, GiB or TiB, such as 24GiB", "memory"
         )
-    return int(float(match[1]) * _UNITS[str(unit)])
+    size = int(float(match[1]) * _UNITS[str(unit)])
+    if not match[2] and 0 < float(match[1]) < _LEAST_BARE:
+        raise UserError(
+            f"{text!r} would be {match[1]} bytes: write a unit (B, KiB, MiB, GiB, TiB), such as 24GiB",
+            "memory",
+        )
+    return size
 
 
 def format_size(num_bytes: int) -> str:
@@ -73,21 +90,55 @@ def linear_bytes(weight_format: WeightFormat, out_features: int, in_features: in
     raise UserError(f"no scheme is called {scheme!r}", "scheme")
 
 
-def weight_bytes(config: ModelConfig, weight_format: WeightFormat = DENSE, dtype: str | None = None) -> int:
-    """Bytes of all tensors that a checkpoint of this model holds when the layers' linears have this format.
+def cpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features: int, dtype: str) -> int:
+    """Bytes that a CPU holds of a product's weight [N, K], made ready for the ops that read it fastest.
 
-    Embeddings, lm_head, norms and biases stay in `dtype` (None: the config's), as the writer leaves them.
+    `dtype` is the activations'. fp8 is widened to a type that multiplies; w4a16 is kept in two layouts, one
+    of them only for bfloat16 and N a multiple of 16.
     """
-    item_bytes = ITEM_BYTES[dtype or config.dtype]
+    scheme, group_size, _ = weight_format
+    item_bytes, count = ITEM_BYTES[dtype], out_features * in_features
+    match scheme:
+        case "w8a16-int8":
+            return count + out_features * item_bytes
+        case "w8a8-fp8":
+            return count * (2 if dtype == "bfloat16" else 4) + out_features * 4
+        case "w4a16":
+            scales = out_features * -(-in_features // group_size)
+            two_layouts = dtype == "bfloat16" and out_features % 16 == 0
+            return count // 2 + scales * (item_bytes + 1) + two_layouts * (count // 2 + scales * 4)
+    return linear_bytes(weight_format, out_features, in_features, item_bytes)
+
+
+def weight_bytes(
+    config: ModelConfig,
+    weight_format: WeightFormat = DENSE,
+    dtype: str | None = None,
+    *,
+    on_cpu: bool = False,
+) -> int:
+    """Bytes of all tensors of this model when the layers' linears have this format.
+
+    Of a checkpoint's files, or with `on_cpu` of what a CPU has loaded. Embeddings, lm_head, norms and biases
+    stay in `dtype` (None: the config's).
+    """
+    dtype = dtype or config.dtype
+    item_bytes = ITEM_BYTES[dtype]
     dense = sum(map(prod, global_tensors(config).values()))
     quantized = 0
     for i in range(config.num_layers):
         linears = {f"{layer_prefix(config, i)}{module}.weight" for module in layer_modules(config)}
         dense += sum(prod(shape) for name, shape in layer_tensors(config, i).items() if name not in linears)
-        quantized += sum(
-            linear_bytes(weight_format, *linear_shape(config, module), item_bytes)
-            for module in layer_modules(config)
-        )
+        if not on_cpu:
+            quantized += sum(
+                linear_bytes(weight_format, *linear_shape(config, module), item_bytes)
+                for module in layer_modules(config)
+            )
+            continue
+        for group in layer_groups(config):  # linears that share their input are one product
+            shapes = [linear_shape(config, module) for module in group.modules]
+            rows = sum(out_features for out_features, _ in shapes)
+            quantized += cpu_linear_bytes(weight_format, rows, shapes[0][1], dtype)
     return dense * item_bytes + quantized
 
 

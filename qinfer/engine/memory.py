@@ -9,10 +9,12 @@ fit is refused with both numbers, the needed and the given. No torch here.
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-from qinfer.engine.footprint import GIB, Pages, format_size
+from qinfer.config import ModelConfig
+from qinfer.engine.footprint import GIB, Pages, activation_bytes, format_size, pages_of, weight_bytes
+from qinfer.engine.options import EngineOptions, StepLimits
 from qinfer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,30 @@ def cpu_budget(
         return budget_for(available, available, memory=memory)
     wanted = min(CPU_POOL, -(-max_tokens // page.block_size) * page.num_bytes)
     return min(int(available * CPU_SHARE), demand.total + wanted)
+
+
+def demand_of(
+    config: ModelConfig, limits: StepLimits, weights: int, item_bytes: int, reserve: int = 0
+) -> Demand:
+    """What an engine of these limits takes before its first page; `item_bytes` are an activation's."""
+    activations = activation_bytes(config, limits.max_num_batched_tokens, limits.max_num_seqs, item_bytes)
+    return Demand(weights, activations, reserve=reserve)
+
+
+class Space(NamedTuple):
+    """Memory of the device that a model runs on, in bytes."""
+
+    on_gpu: bool
+    total: int
+    available: int
+
+
+def budget_of(space: Space, demand: Demand, page: Pages, limits: StepLimits, options: EngineOptions) -> int:
+    """The budget of an engine in this space: the same for `serve` and, before anything is loaded, `plan`."""
+    if space.on_gpu:
+        return budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
+    max_tokens = limits.max_num_seqs * limits.max_model_len
+    return cpu_budget(space.available, demand, page, max_tokens, options.memory)
 
 
 @dataclass(frozen=True)
@@ -174,12 +200,28 @@ def plan(
     )
 
 
-def require_full_length(ledger: Ledger) -> None:
-    """UserError, with both numbers, unless one sequence of max_model_len tokens fits into the pool."""
-    if ledger.sequences < 1:
+def settle_length(ledger: Ledger, *, chosen: bool) -> Ledger:
+    """The ledger with a max_model_len that fits: lowered to what the pool holds if nobody chose it.
+
+    UserError, with both numbers, where it was `chosen` and is more than the pool holds.
+    """
+    if ledger.sequences:
+        return ledger
+    if chosen:
         raise UserError(
             f"max_model_len {ledger.max_model_len} is more than the {ledger.tokens} tokens that the KV pool "
-            f"of {format_size(ledger.kv_pool)} holds: lower it, raise the memory budget or use an 8-bit "
-            "kv_cache_dtype",
+            f"of {format_size(ledger.kv_pool)} holds: lower it to {ledger.tokens} or less, raise the memory "
+            "budget or use an 8-bit kv_cache_dtype",
             "max_model_len",
         )
+    return replace(ledger, max_model_len=ledger.tokens)
+
+
+def unquantized(config: ModelConfig, ledger: Ledger) -> Ledger | None:
+    """The same budget with weights and cache in the model's own dtype; None where that does not fit."""
+    demand = Demand(weight_bytes(config), ledger.activations, ledger.graphs, ledger.reserve)
+    page = pages_of(config, config.dtype, ledger.block_size)
+    try:
+        return plan(config.dtype, ledger.budget, demand, page, ledger.max_model_len)
+    except UserError:
+        return None

@@ -19,7 +19,7 @@ class EngineOptions:
     `gpu_memory_utilization` of the device. Raises UserError for a value that no engine could have.
     """
 
-    max_model_len: int | None = None
+    max_model_len: int | None = None  # the model's context, or what the pool holds of it
     max_num_seqs: int | None = None  # 64 on the CPU, 256 on a GPU
     max_num_batched_tokens: int | None = None
     block_size: int | None = None  # tokens per page: 16 on the CPU, 64 on a GPU

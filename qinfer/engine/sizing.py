@@ -3,11 +3,12 @@
 On the CPU the pool is taken from the RAM that is available after the weights are in, and is as large as
 `max_num_seqs` full sequences at most; pages that are never used cost nothing there. On a GPU it is what a
 share of the device leaves, `gpu_memory_utilization`. A fixed number of pages, a number of bytes for them, or
-a budget for everything overrides this.
+a budget for everything overrides this. The longest sequence is one that the pool holds.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from qinfer.engine import footprint, memory
-from qinfer.engine.memory import Demand, Ledger
+from qinfer.engine.memory import Ledger, Space
 from qinfer.engine.options import EngineOptions, StepLimits
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
+
+logger = logging.getLogger(__name__)
 
 
 def size_pool(
@@ -28,16 +31,14 @@ def size_pool(
 ) -> Ledger:
     """The ledger of an engine; the model is loaded, the pool not yet allocated.
 
-    Raises UserError where the weights and one page do not fit, or the pages or one sequence of the length
-    that were asked for.
+    Its max_model_len is the limits', or, where nobody chose one, what the pool holds of it; a pool of
+    `num_kv_blocks` is taken as it is. Raises UserError where the weights and one page do not fit, or the
+    pages or one sequence of the length that were asked for.
     """
     config = decoder.config
     weights = tensor_bytes(decoder)
     page = footprint.pages_of(config, kv_cache_dtype, limits.block_size)
-    activations = footprint.activation_bytes(
-        config, limits.max_num_batched_tokens, limits.max_num_seqs, decoder.dtype.itemsize
-    )
-    demand = Demand(weights, activations)
+    demand = memory.demand_of(config, limits, weights, decoder.dtype.itemsize)
     num_pages = options.num_kv_blocks
     if num_pages is None and options.kv_cache_memory_bytes is not None:
         num_pages = options.kv_cache_memory_bytes // page.num_bytes
@@ -56,17 +57,28 @@ def size_pool(
     if num_pages is not None and options.memory is None:
         budget = demand.total + num_pages * page.num_bytes
     else:
-        available = available_memory(decoder.device) + weights  # they are loaded already
-        if decoder.device.type == "cpu":
-            max_tokens = limits.max_num_seqs * limits.max_model_len
-            budget = memory.cpu_budget(available, demand, page, max_tokens, options.memory)
-        else:
-            total = torch.cuda.mem_get_info(decoder.device)[1]
-            budget = memory.budget_for(total, available, options.gpu_memory_utilization, options.memory)
+        space = space_of(decoder.device)
+        space = space._replace(available=space.available + weights)  # they are loaded already
+        budget = memory.budget_of(space, demand, page, limits, options)
     ledger = memory.plan(label, budget, demand, page, limits.max_model_len, num_pages)
-    if options.max_model_len is not None and options.num_kv_blocks is None:
-        memory.require_full_length(ledger)
-    return replace(ledger, unquantized=_unquantized(decoder, ledger, activations))
+    if options.num_kv_blocks is None:
+        ledger = memory.settle_length(ledger, chosen=options.max_model_len is not None)
+    if ledger.max_model_len < limits.max_model_len:
+        logger.warning(
+            "the model's context is %s tokens and the KV pool of %s holds %s: max_model_len is %s",
+            f"{limits.max_model_len:,}",
+            footprint.format_size(ledger.kv_pool),
+            f"{ledger.tokens:,}",
+            f"{ledger.max_model_len:,}",
+        )
+    return replace(ledger, unquantized=memory.unquantized(config, ledger))
+
+
+def space_of(device: torch.device) -> Space:
+    """The device's memory: all of it, and what this process may still fill."""
+    if device.type == "cpu":
+        return Space(False, *host_memory())
+    return Space(True, torch.cuda.mem_get_info(device)[1], available_memory(device))
 
 
 def available_memory(device: torch.device) -> int:
@@ -75,17 +87,6 @@ def available_memory(device: torch.device) -> int:
         return host_memory().available
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def _unquantized(decoder: Decoder, ledger: Ledger, activations: int) -> Ledger | None:
-    """The same budget with weights and cache in the model's own dtype; None where that does not fit."""
-    config = decoder.config
-    page = footprint.pages_of(config, config.dtype, ledger.block_size)
-    demand = Demand(footprint.weight_bytes(config), activations)
-    try:
-        return memory.plan(config.dtype, ledger.budget, demand, page, ledger.max_model_len)
-    except UserError:
-        return None
 
 
 def tensor_bytes(model: Any) -> int:

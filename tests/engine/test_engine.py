@@ -60,6 +60,35 @@ def test_s02_the_only_request_outgrows_the_pool(make_engine: MakeEngine, generat
     assert tokens(outputs) == tokens(generate(make_engine(), [prompt(40)], greedy(25)))
 
 
+def test_a_pool_that_is_shorter_than_the_context_lowers_it_aloud(
+    make_engine: MakeEngine, generate: Generate, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = make_engine().ledger.kv_pool // make_engine().ledger.tokens
+    caplog.clear()
+    engine = make_engine(num_kv_blocks=None, kv_cache_memory_bytes=64 * token)
+    assert engine.limits.max_model_len == engine.ledger.max_model_len == engine.ledger.tokens == 64
+    assert engine.ledger.sequences == 1
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "the model's context is 256 tokens" in said
+    assert said.endswith("holds 64: max_model_len is 64")
+    outputs = generate(engine, [prompt(40)], greedy(100))
+    assert (outputs["0"].outputs[0].finish_reason, len(tokens(outputs))) == ("length", 24)
+    assert tokens(outputs) == tokens(generate(make_engine(), [prompt(40)], greedy(24)))
+    with pytest.raises(UserError, match="maximum context length is 64 tokens"):
+        engine.add("long", prompt(64), greedy())
+
+
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused(make_engine: MakeEngine) -> None:
+    token = make_engine().ledger.kv_pool // make_engine().ledger.tokens
+    with pytest.raises(
+        UserError, match=r"max_model_len 100 is more than the 64 tokens .* lower it to 64"
+    ) as e:
+        make_engine(num_kv_blocks=None, kv_cache_memory_bytes=64 * token, max_model_len=100)
+    assert e.value.parameter == "max_model_len"
+    assert make_engine(num_kv_blocks=None, kv_cache_memory_bytes=64 * token, max_model_len=64)
+
+
 def test_s05_preemption_keeps_output(make_engine: MakeEngine, generate: Generate) -> None:
     prompts = [prompt(20, seed) for seed in range(4)]
     ample = generate(make_engine(), prompts, greedy(64))

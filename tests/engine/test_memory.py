@@ -9,8 +9,11 @@ import torch
 from qinfer.config import ModelConfig, RopeConfig
 from qinfer.engine import footprint, memory
 from qinfer.engine.footprint import Pages, WeightFormat
-from qinfer.engine.memory import Demand, Ledger
+from qinfer.engine.memory import Demand, Ledger, Space
+from qinfer.engine.options import EngineOptions, settle_limits
+from qinfer.engine.sizing import tensor_bytes
 from qinfer.errors import UserError
+from qinfer.model.linear import Linear
 from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8
 
 GIB = footprint.GIB
@@ -52,8 +55,10 @@ LLAMA_31_8B = dataclasses.replace(
         ("1.5 GiB", 3 * GIB // 2),
         ("512MiB", 1 << 29),
         ("24gb", 24 * 10**9),
-        ("4096", 4096),
-        (7, 7),
+        ("4096B", 4096),
+        ("1048576", 1 << 20),
+        (1 << 30, GIB),
+        ("0", 0),
     ],
 )
 def test_parse_size(text, num_bytes):
@@ -64,6 +69,13 @@ def test_parse_size(text, num_bytes):
 def test_parse_size_refuses_in_one_line(text):
     with pytest.raises(UserError, match="such as 24GiB") as error:
         footprint.parse_size(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("size", ["4", 24, "1048575", "2.5"])
+def test_a_small_number_without_a_unit_is_asked_for_one(size):
+    with pytest.raises(UserError, match=f"{size} bytes: write a unit") as error:
+        footprint.parse_size(size)
     assert "\n" not in str(error.value)
 
 
@@ -120,10 +132,14 @@ def test_m05_every_size_follows_the_kv_dtype():
         ledger = memory.plan("x", GIB, Demand(weights=0), page, max_model_len)
         assert ledger.sequences == sequences
         if sequences:
-            memory.require_full_length(ledger)
-        else:
-            with pytest.raises(UserError, match=rf"max_model_len {max_model_len} .* {2912 * 16} tokens"):
-                memory.require_full_length(ledger)
+            assert memory.settle_length(ledger, chosen=True) == ledger
+            continue
+        with pytest.raises(UserError, match=rf"max_model_len {max_model_len} .* {2912 * 16} tokens") as error:
+            memory.settle_length(ledger, chosen=True)
+        assert f"lower it to {2912 * 16} or less" in str(error.value)
+        settled = memory.settle_length(ledger, chosen=False)
+        assert (settled.max_model_len, settled.sequences) == (2912 * 16, 1)
+        assert dataclasses.replace(settled, max_model_len=max_model_len) == ledger
 
 
 def test_weights_of_known_models():
@@ -186,6 +202,31 @@ def test_cpu_budget_is_modest_by_default_and_obeys():
         memory.cpu_budget(2 * GIB, demand, page, max_tokens=32, memory=3 * GIB)
 
 
+def test_a_budget_is_the_cpus_pool_or_a_share_of_the_gpu():
+    page, demand = Pages(16, 16 << 20), Demand(weights=GIB)
+    limits = settle_limits(EngineOptions(max_num_seqs=2, max_model_len=32), 64, on_gpu=False)
+    cpu, gpu = Space(False, 64 * GIB, 60 * GIB), Space(True, 80 * GIB, 79 * GIB)
+    options = EngineOptions()
+    assert memory.budget_of(cpu, demand, page, limits, options) == GIB + (64 << 20)  # 2 x 32 tokens
+    assert memory.budget_of(gpu, demand, page, limits, options) == int(80 * GIB * 0.92)
+    for space in (cpu, gpu):
+        assert memory.budget_of(space, demand, page, limits, EngineOptions(memory=5 * GIB)) == 5 * GIB
+
+
+def test_the_unquantized_model_has_the_same_budget_and_needs():
+    demand = Demand(footprint.weight_bytes(SMOLLM2_135M, WeightFormat("w8a8-int8")), 5000, 0, 600)
+    page = footprint.pages_of(SMOLLM2_135M, "fp8", 16)
+    other = memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB, demand, page, 8192))
+    assert (other.budget, other.weights, other.activations, other.reserve) == (
+        GIB,
+        2 * 134_515_008,
+        5000,
+        600,
+    )
+    assert other.tokens == (GIB - 2 * 134_515_008 - 5600) // (16 * 23_040) * 16
+    assert memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB // 4, demand, page, 8192)) is None
+
+
 def test_activations_follow_the_larger_of_layers_and_logits():
     few_rows = footprint.activation_bytes(SMOLLM2_135M, 16, 64, 2)
     assert few_rows == 64 * 49152 * 20
@@ -211,3 +252,23 @@ def test_linear_bytes_are_those_of_the_tensors_in_the_file(weight_format, scheme
     tensors = scheme.quantize(torch.randn(rows, columns), dtype=torch_dtype)
     written = sum(tensor.nbytes for tensor in tensors.values())
     assert footprint.linear_bytes(weight_format, rows, columns, footprint.ITEM_BYTES[dtype]) == written
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(("rows", "columns"), [(192, 576), (24, 64), (1536, 128)])
+@pytest.mark.parametrize(
+    ("weight_format", "scheme"),
+    [
+        (WeightFormat("dense"), Dense()),
+        (WeightFormat("w8a8-int8"), W8A8Int8()),
+        (WeightFormat("w8a16-int8"), W8A16Int8()),
+        (WeightFormat("w8a8-fp8"), W8A8Fp8()),
+        (WeightFormat("w4a16", 32, True), W4A16(32, True)),
+        (WeightFormat("w4a16", 64, False), W4A16(64, False)),
+    ],
+)
+def test_a_cpu_holds_the_bytes_that_are_planned(weight_format, scheme, rows, columns, dtype):
+    torch_dtype = getattr(torch, dtype)
+    tensors = scheme.quantize(torch.randn(rows, columns), dtype=torch_dtype)
+    linear = Linear([(scheme, tensors)], device=torch.device("cpu"), dtype=torch_dtype)
+    assert footprint.cpu_linear_bytes(weight_format, rows, columns, dtype) == tensor_bytes(linear.prepared)
