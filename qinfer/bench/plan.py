@@ -3,7 +3,8 @@
 The point of quantizing weights is what the engine does with the memory that it frees. So a plan is a table:
 each row one scheme with one KV-cache dtype, its weights, what a step needs besides, the KV pool that is
 left, and how many tokens and full-length sequences fit, against the same model in its own dtype. Nothing is
-loaded; the numbers are those of engine/footprint.py and memory.py, which the engine uses too.
+loaded; the numbers are those of engine/footprint.py and memory.py, which the engine uses too. Without a
+budget a row is what `qinfer serve` would take on this machine.
 """
 
 from __future__ import annotations
@@ -11,32 +12,39 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
+from qinfer.backend import model_device
+from qinfer.calibrate.recipe import PRESETS, settle
 from qinfer.checkpoint.names import layer_modules, linear_shape
 from qinfer.config import ModelConfig
+from qinfer.engine import memory
 from qinfer.engine.footprint import (
     DENSE,
     ITEM_BYTES,
     WeightFormat,
-    activation_bytes,
+    kv_bytes_per_token,
     pages_of,
     weight_bytes,
 )
-from qinfer.engine.memory import Demand, Ledger, plan
+from qinfer.engine.kv_pool import resolve_kv_cache_dtype
+from qinfer.engine.memory import Ledger, Space
+from qinfer.engine.options import KV_CACHE_DTYPES, EngineOptions, StepLimits
+from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError
-from qinfer.quant import settle_group_size
+from qinfer.quant import SCHEMES, settle_group_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every row of the table shares: budget and reserve in bytes, lengths in tokens."""
+    """What every row shares; `reserve` in bytes, `options.memory` None: what serve would take."""
 
-    budget: int
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
+    options: EngineOptions
+    limits: StepLimits
+    space: Space
     reserve: int
 
 
@@ -55,6 +63,27 @@ class Row:
         return f"{self.scheme} + {SHORT.get(self.kv_cache_dtype, self.kv_cache_dtype)} KV"
 
 
+def place(device: str | None, budget: int | None) -> Space:
+    """Where the model is to run: `device`, else the GPU of this machine, else by whether there is a budget.
+
+    A budget in bytes is most often that of a GPU elsewhere. Raises UserError for an unknown device, and for
+    a GPU of which neither this machine nor a budget tells the size.
+    """
+    if device not in (None, *DEVICES):
+        raise UserError(f"--device must be one of {', '.join(DEVICES)}, not {device!r}", "device")
+    here = space_of(model_device())
+    if device == "cpu":
+        return space_of(torch.device("cpu"))
+    if here.on_gpu or (device is None and budget is None):
+        return here
+    if budget is None:
+        raise UserError(
+            "--device cuda: there is no GPU here to ask for its memory; say it, such as --memory 24GiB",
+            "memory",
+        )
+    return Space(True, budget, budget)
+
+
 def weight_formats(config: ModelConfig) -> Iterator[tuple[str, WeightFormat]]:
     """(label, format) of each scheme that this model can have; w4a16 with the group size its widths allow."""
     yield "dense", DENSE
@@ -70,39 +99,74 @@ def weight_formats(config: ModelConfig) -> Iterator[tuple[str, WeightFormat]]:
         yield label, WeightFormat("w4a16", group_size, symmetric)
 
 
-def side_by_side(config: ModelConfig, setting: Setting) -> list[Row]:
-    """The table: the unquantized model with its own KV dtype first, then every scheme and KV dtype."""
-    kv_dtypes = list(
-        dict.fromkeys((config.dtype, "bfloat16" if config.dtype == "float32" else "", "int8", "fp8"))
-    )
+def schemes_named(config: ModelConfig, name: str) -> list[str]:
+    """Labels that a preset of `qinfer quantize`, a scheme's name or the beginning of one stands for.
+
+    Raises UserError for what is none of these, and where this model cannot have the scheme.
+    """
+    if name in PRESETS:
+        return [settle(config, name).scheme.label]
+    found = [label for label, _ in weight_formats(config) if name and label.startswith(name)]
+    if not found and name in SCHEMES:
+        settle(config, name)  # says why there is none
+    if not found:
+        raise UserError(f"--scheme {name!r}: choose from {', '.join([*PRESETS, *SCHEMES])}", "scheme")
+    return found
+
+
+def kv_dtypes(config: ModelConfig, wanted: str | None) -> list[str]:
+    """The KV dtypes to plan: the one that is wanted, else the model's own and the 8-bit ones."""
+    if wanted is None:
+        wide = ("float32", "bfloat16") if config.dtype == "float32" else (config.dtype,)
+        return [*wide, "int8", "fp8"]
+    if wanted not in KV_CACHE_DTYPES:
+        raise UserError(
+            f"--kv-cache-dtype {wanted!r}: choose from {', '.join(KV_CACHE_DTYPES)}", "kv_cache_dtype"
+        )
+    return [resolve_kv_cache_dtype(wanted, config.dtype)]
+
+
+def side_by_side(
+    config: ModelConfig, setting: Setting, scheme: str | None = None, kv_cache_dtype: str | None = None
+) -> list[Row]:
+    """The table, the unquantized model with its own KV dtype first; only what is asked for, if anything is.
+
+    Raises UserError where no row fits.
+    """
+    dtypes = kv_dtypes(config, kv_cache_dtype)
+    labels = None if scheme is None else schemes_named(config, scheme)
     rows = [
-        _row(config, setting, label, weight_format, kv_dtype)
+        _row(config, setting, label, weight_format, dtype)
         for label, weight_format in weight_formats(config)
-        for kv_dtype in kv_dtypes
-        if kv_dtype
+        if labels is None or label in labels
+        for dtype in dtypes
     ]
-    return _against(rows[0], rows)
+    _require_one(config, rows)
+    return rows
 
 
 def _row(
     config: ModelConfig, setting: Setting, label: str, weight_format: WeightFormat, kv_dtype: str
 ) -> Row:
-    weights = weight_bytes(config, weight_format)
-    activations = activation_bytes(
-        config, setting.max_num_batched_tokens, setting.max_num_seqs, ITEM_BYTES[config.dtype]
-    )
-    demand = Demand(weights, activations, reserve=setting.reserve)
-    page = pages_of(config, kv_dtype, setting.block_size)
+    options, limits, space = setting.options, setting.limits, setting.space
+    weights = weight_bytes(config, weight_format, on_cpu=not space.on_gpu)
+    demand = memory.demand_of(config, limits, weights, ITEM_BYTES[config.dtype], setting.reserve)
+    page = pages_of(config, kv_dtype, limits.block_size)
     row = Row(label, kv_dtype, weights, None)
     try:
-        return replace(row, ledger=plan(row.label, setting.budget, demand, page, setting.max_model_len))
+        budget = options.memory  # taken as it is: it may be another machine's
+        if budget is None:
+            budget = memory.budget_of(space, demand, page, limits, options)
+        ledger = memory.plan(row.label, budget, demand, page, limits.max_model_len)
+        ledger = memory.settle_length(ledger, chosen=options.max_model_len is not None)
     except UserError as error:
         return replace(row, shortfall=str(error))
+    return replace(row, ledger=replace(ledger, unquantized=memory.unquantized(config, ledger)))
 
 
-def _against(baseline: Row, rows: Sequence[Row]) -> list[Row]:
-    """The rows, each ledger knowing the baseline's (where that fits)."""
-    return [
-        replace(row, ledger=replace(row.ledger, unquantized=baseline.ledger)) if row.ledger else row
-        for row in rows
-    ]
+def _require_one(config: ModelConfig, rows: Sequence[Row]) -> None:
+    if not any(row.ledger for row in rows):
+        smallest = min(rows, key=lambda row: (row.weights, kv_bytes_per_token(config, row.kv_cache_dtype)))
+        raise UserError(
+            f"nothing fits, not even the smallest ({smallest.label}): {smallest.shortfall}", "memory"
+        )

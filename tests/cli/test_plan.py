@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from qinfer.calibrate.recipe import settle
+from qinfer.config import ModelConfig
+from qinfer.llm import LLM
 from qinfer.testing import tiny_config, tiny_model
 
 LLAMA_8B = {
@@ -78,19 +81,41 @@ def test_plan_of_chosen_rows(qinfer, llama):
     ]  # fmt: skip
     code, out, err = qinfer("plan", llama, "--scheme", "w2", "--memory", "24GiB")
     assert (code, out) == (2, "")
-    assert "dense, w8a8-int8" in err
+    assert "--scheme 'w2': choose from int8, fp8, awq, dense, w8a8-int8" in err
+    code, out, err = qinfer("plan", llama, "--kv-cache-dtype", "int4", "--memory", "24GiB")
+    assert (code, out) == (2, "")
+    assert "--kv-cache-dtype 'int4': choose from auto, bfloat16" in err
+    out = qinfer("plan", llama, "--kv-cache-dtype", "auto", "--memory", "24GiB", "--json").stdout
+    assert {row["kv_cache_dtype"] for row in json.loads(out)["rows"]} == {"bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("preset", "label"), [("int8", "w8a8-int8"), ("fp8", "w8a8-fp8"), ("awq", "w4a16 g128 asym")]
+)
+def test_plan_knows_the_presets_of_quantize(qinfer, llama, preset, label):
+    out = qinfer("plan", llama, "--scheme", preset, "--memory", "24GB", "--json").stdout
+    document = json.loads(out)
+    assert document["budget"] == 24 * 10**9
+    assert {row["scheme"] for row in document["rows"]} == {label}
+    assert label == settle(ModelConfig.from_dict(LLAMA_8B), preset).scheme.label
+
+
+@pytest.fixture
+def cpu_only(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+@pytest.mark.usefixtures("cpu_only")
 def test_plan_of_a_float32_folder_on_this_machine(qinfer, tmp_path):
     folder = tiny_model("qwen3", tmp_path / "model")
     document = json.loads(qinfer("plan", folder, "--json").stdout)
     assert document["max_model_len"] == 256
-    assert document["budget"] > 2**27
+    assert document["budget"] is None  # each row has its own
     assert {row["kv_cache_dtype"] for row in document["rows"]} == {"float32", "bfloat16", "int8", "fp8"}
     sizes = {row["scheme"]: row["weights"] for row in document["rows"]}
     files = (folder / "model.safetensors").stat().st_size
     assert 0 < files - sizes["dense"] < 8192  # the file has a header besides
-    assert sizes["w4a16 g64 asym"] < sizes["w8a8-int8"] < sizes["dense"]
+    assert sizes["w4a16 g64 asym"] < sizes["w8a8-int8"] < sizes["dense"] < sizes["w8a8-fp8"]
 
 
 def test_plan_leaves_out_what_the_widths_do_not_allow(qinfer, tmp_path):
@@ -120,6 +145,86 @@ def test_plan_of_no_config_is_one_line(qinfer, tmp_path, text, said):
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("cpu_only")
+@pytest.mark.parametrize("scheme", ["int8", "fp8", "awq"])
+@pytest.mark.parametrize(
+    "options", [(), ("--memory", "64MiB"), ("--max-num-seqs", "2", "--max-model-len", "33")]
+)
+def test_plan_on_a_cpu_is_what_serving_does(qinfer, tmp_path, scheme, options):
+    source = tiny_model("llama", tmp_path / "source", dtype="bfloat16")
+    method = ("--method", "rtn", "--no-gate")
+    assert qinfer("quantize", source, "--out", tmp_path / "small", "--scheme", scheme, *method).code == 0
+    words = ("--scheme", scheme, "--kv-cache-dtype", "auto", "--device", "cpu", "--json")
+    (row,) = json.loads(qinfer("plan", source, *words, *options).stdout)["rows"]
+    keywords = {name[2:].replace("-", "_"): value for name, value in zip(*[iter(options)] * 2, strict=True)}
+    keywords = {name: value if name == "memory" else int(value) for name, value in keywords.items()}
+    served = LLM(str(tmp_path / "small"), allow_ungated=True, **keywords).engine.ledger.to_dict()
+    rope = served["weights"] - row["weights"]  # the frequencies are in no file
+    assert rope == 4 * 16 // 2
+    for name in ("activations", "graphs", "reserve", "max_model_len"):
+        assert row[name] == served[name]
+    assert (
+        row["budget"] - row["weights"] == served["budget"] - served["weights"] + ("memory" in keywords) * rope
+    )
+    if "memory" in keywords:
+        assert 0 <= row["pages"] - served["pages"] <= 1
+    else:
+        assert (row["pages"], row["sequences"]) == (served["pages"], served["sequences"])
+
+
+@pytest.mark.usefixtures("cpu_only")
+def test_plan_says_which_device_it_is_for(qinfer, llama):
+    def first_line(*options):
+        return qinfer("plan", llama, *options).stdout.splitlines()[0]
+
+    asked = ("--memory", "24GiB", "--max-model-len", 8192)
+    assert first_line(*asked).endswith(
+        "planned for a GPU in 24.00 GiB; --device cpu plans this machine's CPU"
+    )
+    assert first_line(*asked, "--device", "cuda").endswith("planned for a GPU in 24.00 GiB")
+    assert "planned for this machine's CPU in 24.00 GiB" in first_line(*asked, "--device", "cpu")
+    here = ("--scheme", "int8", "--memory", "900GiB", "--device", "cpu")
+    assert "`qinfer serve` would refuse this budget" in first_line(*here)
+    small = qinfer("plan", llama, *asked).stdout
+    assert "activations + reserve" in small
+    for device, said in (("cuda", "--memory 24GiB"), ("tpu", "--device must be one of cpu, cuda, not 'tpu'")):
+        code, out, err = qinfer("plan", llama, "--device", device)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert said in err
+
+
+def test_plan_without_a_length_lowers_the_models_context_to_the_pool(qinfer, llama):
+    words = ("plan", llama, "--memory", "24GiB", "--scheme", "dense", "--kv-cache-dtype", "bfloat16")
+    (row,) = json.loads(qinfer(*words, "--json").stdout)["rows"]
+    assert row["max_model_len"] == row["tokens"] == 65_104 < 131_072
+    assert row["sequences"] == 1
+    text = qinfer(*words).stdout
+    assert "1 of 65,104" in text
+    assert "serving lowers max_model_len" in text
+
+
+def test_plan_of_a_length_that_was_asked_for_and_fits_in_some_rows(qinfer, llama):
+    words = ("plan", llama, "--memory", "24GiB", "--max-model-len", 100_000)
+    rows = json.loads(qinfer(*words, "--json").stdout)["rows"]
+    assert not rows[0]["fits"]
+    assert "max_model_len 100000 is more than the 65104 tokens" in rows[0]["reason"]
+    assert [row["fits"] for row in rows] == [row is not rows[0] for row in rows]
+    assert all(row["max_model_len"] == 100_000 for row in rows[1:])
+
+
+@pytest.mark.parametrize("options", [("5GiB",), ("5GiB", "--json"), ("8GiB", "--max-model-len", 131_072)])
+def test_plan_where_nothing_fits_is_one_line(qinfer, llama, options):
+    code, out, err = qinfer("plan", llama, "--memory", *options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "nothing fits, not even the smallest (w4a16 g128 sym + fp8 KV)" in err
+
+
+def test_a_budget_without_a_unit_is_asked_for_one(qinfer, llama):
+    code, out, err = qinfer("plan", llama, "--memory", "4")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "'4' would be 4 bytes: write a unit" in err
+
+
 def test_m01_a_budget_that_is_no_size(qinfer, llama):
     code, _, err = qinfer("plan", llama, "--memory", "lots")
     assert code == 2
@@ -129,8 +234,8 @@ def test_m01_a_budget_that_is_no_size(qinfer, llama):
 def test_plan_of_a_hub_model_fetches_nothing_but_its_config(qinfer, monkeypatch, llama):
     asked = {}
 
-    def hf_hub_download(model, file, **options):
-        asked.update(options, model=model, file=file)
+    def hf_hub_download(model, filename, **options):
+        asked.update(options, model=model, file=filename)
         return str(llama)
 
     monkeypatch.setattr("qinfer.hub.hf_hub_download", hf_hub_download)
