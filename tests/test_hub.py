@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +137,100 @@ def test_file_of_another_kind(tmp_path: Path) -> None:
         hub.resolve(str(tmp_path / "model.bin"))
 
 
+CLOSED = "http://127.0.0.1:9"  # a port on which nothing listens
+HASH = "0123456789abcdef" * 2 + "01234567"
+
+
+def in_a_fresh_process(
+    code: str, endpoint: str, folder: Path, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """With that hub (its client reads where it is when imported) and a cache of its own."""
+    unproxied = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    settings = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(folder / "hub-cache"), "HF_HUB_OFFLINE": "0"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**unproxied, "QINFER_CACHE": str(folder), **settings, **more},
+        capture_output=True,
+        text=True,
+    )
+
+
+# a wait of the client before another attempt would end the process with a traceback
+WITHOUT_WAITING = "import sys, time\ndef no(_): raise AssertionError('waits')\ntime.sleep = no\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["plan", "org/nonexist", "--memory", "1GiB"], ["generate", "nonexist", "-p", "hi"]]
+)
+def test_without_a_network_an_unknown_name_is_one_line_at_once(tmp_path: Path, command: list[str]) -> None:
+    code = f"{WITHOUT_WAITING}from qinfer.cli import main\nmain({command})"
+    done = in_a_fresh_process(code, CLOSED, tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("qinfer: there is no folder")
+    assert "the hub cannot be reached, and it is not in the cache" in line
+
+
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_without_a_network_a_cached_model_is_found(tmp_path: Path, offline: str) -> None:
+    cached = tmp_path / "hub-cache" / "models--org--name"
+    folder = tiny_model("llama", cached / "snapshots" / HASH)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text(HASH)
+    code = "from qinfer import hub\nprint(hub.resolve('org/name'), hub.config_file('org/name'))"
+    done = in_a_fresh_process(WITHOUT_WAITING + code, CLOSED, tmp_path, HF_HUB_OFFLINE=offline)
+    assert (done.stdout, done.stderr) == (f"{folder} {folder / 'config.json'}\n", "")
+
+
+def test_a_hub_that_answers_is_asked_for_the_files_and_may_refuse(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path.partition('?')[0]}")
+            self.send_response(404)
+            self.send_header("X-Error-Code", "RepoNotFound")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever).start()
+        code = f"{WITHOUT_WAITING}from qinfer.cli import main\nmain(['plan', 'org/name', '--memory', '1GiB'])"
+        done = in_a_fresh_process(code, f"http://127.0.0.1:{server.server_port}", tmp_path)
+        server.shutdown()
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "the hub does not know it, or it is private" in line
+    about_it = [request for request in asked if "/org/name" in request]  # the client asks for more of its own
+    assert about_it == ["GET /api/models/org/name", "HEAD /org/name/resolve/main/config.json"]
+
+
+def test_the_hubs_client_is_quiet_only_while_we_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = logging.getLogger("huggingface_hub")
+    levels = []
+
+    def fetch(*args: object, **options: object) -> str:
+        levels.append(client.getEffectiveLevel())
+        raise LocalEntryNotFoundError("")
+
+    monkeypatch.setattr(hub, "model_info", lambda *args, **options: None)
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    before = client.level
+    with pytest.raises(UserError):
+        hub.resolve("org/name")
+    assert (levels, client.level) == ([logging.ERROR], before)
+
+
 def test_hub_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def offline(*args: object, **options: object) -> str:
         raise LocalEntryNotFoundError("a long story\nin many lines")
 
+    monkeypatch.setattr(hub, "model_info", offline)
     monkeypatch.setattr(hub, "snapshot_download", offline)
     monkeypatch.setattr(hub, "hf_hub_download", offline)
     for look in (hub.resolve, hub.config_file):
@@ -154,9 +246,11 @@ def test_hub_model_is_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         asked.update(options, name=name)
         return str(tiny_model("llama", tmp_path / "snapshot"))
 
+    monkeypatch.setattr(hub, "model_info", lambda name, **options: asked.update(options, probed=name))
     monkeypatch.setattr(hub, "snapshot_download", snapshot)
     assert hub.resolve("org/name", revision="v2", token="secret") == tmp_path / "snapshot"
     assert (asked["name"], asked["revision"], asked["token"]) == ("org/name", "v2", "secret")
+    assert (asked["probed"], asked["timeout"], asked["local_files_only"]) == ("org/name", 5.0, False)
     assert "*.safetensors" in asked["allow_patterns"]
 
 
