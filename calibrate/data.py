@@ -15,6 +15,7 @@ leave out. The same seed gives the same sequences; the record holds their hash.
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -35,6 +36,7 @@ DEFAULT_SEED = 42
 SELF_SHARE = 4  # with no corpus given, one sequence in this many is self-written
 SELF_LEN = 128  # and this long at most: writing a token costs far more than reading one
 _CHARS_PER_TOKEN = 6  # generous, so that a passage fills its sequence
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _POOL = 50  # documents looked at per sequence wanted, before a choice is made by the seed
 
 
@@ -63,6 +65,19 @@ class CalibrationData:
             "num_tokens": self.num_tokens,
             "sha256": sha256(ids).hexdigest(),
         }
+
+
+def check_source(spec: str | Iterable[Document] | None) -> None:
+    """UserError for the name of a file that is not there or is of another kind; no file is read."""
+    if not isinstance(spec, str):
+        return
+    is_text = spec.endswith((".txt", ".jsonl"))
+    if is_text and os.path.isfile(spec):  # Path's own raises where a name is too long
+        return
+    if not is_text and os.path.exists(spec) and spec != "self":
+        raise UserError(f"calibration file {spec}: the name must end in .txt or .jsonl", "calibration")
+    if is_text or not _HUB_ID.fullmatch(spec):
+        raise UserError(f"cannot read the calibration file {spec!r}: No such file", "calibration")
 
 
 def calibration_sequences(
@@ -105,6 +120,7 @@ def _documents(spec: str | Iterable[Document] | None, passage_chars: int, limit:
         return list(passages("\n\n".join(reference_text("calibration")), passage_chars))
     if not isinstance(spec, str):
         return list(islice(spec, limit))
+    check_source(spec)
     path = Path(spec)
     if path.suffix in (".txt", ".jsonl"):
         try:
@@ -112,8 +128,6 @@ def _documents(spec: str | Iterable[Document] | None, passage_chars: int, limit:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read the calibration file {spec}: {error}", "calibration") from error
         return list(passages(text, passage_chars)) if path.suffix == ".txt" else _jsonl(text, spec)
-    if path.exists():
-        raise UserError(f"calibration file {spec}: the name must end in .txt or .jsonl", "calibration")
     return _hub(spec, limit)
 
 

@@ -89,6 +89,7 @@ def prepare(
     seed: int = DEFAULT_SEED,
     overwrite: bool = False,
     generate: Generate | None = None,
+    progress: bool = True,
 ) -> QuantizeJob:
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
@@ -110,7 +111,7 @@ def prepare(
         data = calibration_sequences(
             calibration,
             tokenizer,
-            generate or engine_generate(source, tokenizer),
+            generate or engine_generate(source, tokenizer, progress=progress),
             num_samples=NUM_SAMPLES if num_samples is None else num_samples,
             max_seq_len=min(MAX_SEQ_LEN, context) if max_seq_len is None else max_seq_len,
             seed=seed,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from tqdm import tqdm
 
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.engine.engine import Engine
@@ -59,11 +60,11 @@ def self_prompts(tokenizer: Tokenizer, num_samples: int) -> list[list[int]]:
     return [turns[i % len(turns)][i // len(turns) % len(turns[i % len(turns)])] for i in range(num_samples)]
 
 
-def engine_generate(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Generate:
-    """A `Generate` that loads the whole model into qinfer's own engine, when first called."""
+def engine_generate(checkpoint: Checkpoint, tokenizer: Tokenizer, *, progress: bool = True) -> Generate:
+    """A `Generate` that loads the whole model into qinfer's own engine, when called; a bar counts tokens."""
 
     def generate(prompts: Sequence[Sequence[int]], seq_len: int, seed: int) -> list[list[int]]:
-        decoder = load_decoder(checkpoint, device=torch.device("cpu"))
+        decoder = load_decoder(checkpoint, device=torch.device("cpu"), progress=progress)
         blocks = sum(-(-seq_len // 16) + 1 for _ in prompts)
         engine = Engine(decoder, tokenizer, EngineOptions(max_model_len=seq_len, num_kv_blocks=blocks))
         for i, prompt in enumerate(prompts):
@@ -71,10 +72,21 @@ def engine_generate(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Generate:
                 temperature=1.0, seed=seed + i, max_tokens=seq_len - len(prompt), detokenize=False
             )
             engine.add(str(i), prompt, params)
-        written: dict[str, list[int]] = {}
-        while engine.has_unfinished():
-            for output in engine.step():
-                written[output.request_id] = list(output.outputs[0].token_ids)
+        written = _write(engine, sum(seq_len - len(prompt) for prompt in prompts), progress)
         return [written[str(i)] for i in range(len(prompts))]
 
     return generate
+
+
+def _write(engine: Engine, most: int, progress: bool) -> dict[str, list[int]]:
+    """All that the engine's requests write, at `most` so many tokens together, by their ids."""
+    written: dict[str, list[int]] = {}
+    with tqdm(total=most, desc="writing calibration text", unit="token", disable=not progress) as bar:
+        while engine.has_unfinished():
+            for output in engine.step():
+                ids = list(output.outputs[0].token_ids)
+                bar.update(len(ids) - len(written.get(output.request_id, ())))
+                written[output.request_id] = ids
+        bar.total = bar.n  # some sequences have ended before their limit
+        bar.refresh()
+    return written

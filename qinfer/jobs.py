@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import qinfer
 from qinfer import compare
 from qinfer.calibrate import pipeline
-from qinfer.calibrate.data import DEFAULT_SEED
+from qinfer.calibrate.data import DEFAULT_SEED, check_source
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.checkpoint.files import read_json
 from qinfer.errors import UserError, check_counts, check_flags
@@ -79,6 +79,7 @@ def quantize(
     check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
     _check_seed(seed)
+    check_source(calibration)
     folder = _folder_to_write(out)
     source = compare.open_model(model, revision=revision, token=hf_token)
     settings: dict[str, Any] = {
@@ -94,7 +95,9 @@ def quantize(
     call = {"qinfer": qinfer.__version__, "source": str(source.checkpoint.path.resolve()), **settings}
     made = _made_before(folder, call) if gate and not overwrite else None
     if made is None:
-        job = pipeline.prepare(source.checkpoint, source.tokenizer, folder, overwrite=overwrite, **settings)
+        job = pipeline.prepare(
+            source.checkpoint, source.tokenizer, folder, overwrite=overwrite, progress=progress, **settings
+        )
         waiting = {WAITING_NAME: json.dumps(call, indent=1, default=repr)} if gate else {}
         made = pipeline.run(job, progress=progress, extra_files=waiting)
         del job

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qinfer.calibrate.data import as_conversation, calibration_sequences, passages
+from qinfer.calibrate.data import as_conversation, calibration_sequences, check_source, passages
 from qinfer.calibrate.selftext import engine_generate, self_prompts
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.corpus import reference_text
@@ -167,6 +167,20 @@ def test_engine_writes_the_same_text_for_the_same_seed(model, tokenizer):
     assert len(set(first.sequences)) == 4
 
 
+def test_a_bar_counts_the_tokens_that_are_written(model, tokenizer, capsys):
+    generate = engine_generate(open_checkpoint(model), tokenizer)
+    written = sum(len(ids) for ids in generate([[1, 2, 3], [4]], 24, 0))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    last = captured.err.replace("\n", "\r").rstrip("\r").split("\r")[-1]
+    assert last.startswith("writing calibration text: 100%")
+    assert f" {written}/{written} [" in last
+    assert "token/s]" in last or "s/token]" in last
+    assert f"0/{24 - 3 + 24 - 1} [" in captured.err  # it is there before the first token
+    engine_generate(open_checkpoint(model), tokenizer, progress=False)([[1, 2, 3]], 24, 0)
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("spec", "parts"),
     [
@@ -182,6 +196,25 @@ def test_unreadable_sources_are_named(base, spec, parts, monkeypatch):
         _sequences(spec, base)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spec", ["missing.txt", "./missing.jsonl", "/missing", "a/b/c", "~/x", "", "x" * 300 + ".txt"]
+)
+def test_a_file_that_is_not_there_is_named_before_anything_is_read(spec):
+    with pytest.raises(UserError, match=r"cannot read the calibration file .*: No such file") as caught:
+        check_source(spec)
+    assert spec in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.parameter == "calibration"
+
+
+def test_sources_that_may_be_there_are_let_through(tmp_path):
+    (tmp_path / "text.txt").touch()
+    for spec in (None, "self", "dataset", "someone/data.set", str(tmp_path / "text.txt"), ["a document"]):
+        check_source(spec)
+    with pytest.raises(UserError, match=r"must end in \.txt or \.jsonl"):
+        check_source(str(tmp_path))
 
 
 def test_hub_dataset_rows_are_taken_lazily(base, monkeypatch):

@@ -324,6 +324,14 @@ def test_quantized_source_and_too_long_sequences_are_refused(tmp_path):
         _prepare(source, tmp_path / "out", max_seq_len=500)
 
 
+def test_a_run_without_progress_writes_its_text_in_silence(tmp_path, capsys):
+    source = tiny_model("llama", tmp_path / "source")
+    _prepare(source, tmp_path / "out", calibration="self", num_samples=1, progress=False)
+    assert capsys.readouterr() == ("", "")
+    _prepare(source, tmp_path / "out", calibration="self", num_samples=1)
+    assert "writing calibration text: 100%" in capsys.readouterr().err
+
+
 def test_output_folder_that_holds_something_is_refused_before_any_text_is_written(tmp_path):
     def generate(*_):
         raise AssertionError("too early")

@@ -88,6 +88,11 @@ def test_perplexity_of_one_model(qinfer, source, tmp_path):
         (("quantize", "{source}", "--out", "{source}", "--scheme", "fp8"), "source itself"),
         (("quantize", "{source}", "--out", "{new}", "--profile", "easy"), "unknown profile 'easy'"),
         (("quantize", "{source}", "--out", "{new}", "--calibration", "absent.txt"), "absent.txt"),
+        (
+            ("quantize", "{source}", "--out", "{new}", "--scheme", "fp8", "--calibration", "/absent.txt"),
+            "cannot read the calibration file '/absent.txt': No such file",
+        ),
+        (("quantize", "no/such/model", "--out", "{new}", "--calibration", "/absent.txt"), "/absent.txt"),
         (("quantize", "no/such/model", "--out", "{new}"), "there is no folder"),
         (("quantize", "", "--out", "{new}"), "model must be a name, not ''"),
         (("quantize", "{source}", "--out", ""), "out must name a folder to write, not ''"),
