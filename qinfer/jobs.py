@@ -5,8 +5,8 @@ exists; `score_text` measures one model alone. The verdict decides nothing here:
 checkpoint, the command line turns it into an exit code, and serving obeys it. Only a quantized candidate
 gets a certificate; a dense one needs none.
 
-A checkpoint that waits for its verdict carries a note of what it was made by. Where judging was interrupted,
-the same call finds the note and goes on with judging.
+A checkpoint that waits for its verdict carries a note of what it was made by and from. Where judging was
+interrupted, the same call finds the note and goes on with judging, told to overwrite or not.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def quantize(
 ) -> QuantizeResult:
     """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
 
-    Where an earlier call with the same arguments was stopped while it judged, only the judging is done again.
+    Where an earlier call with the same arguments was stopped while it judged, only the judging is done again,
+    with `overwrite` too.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
@@ -92,8 +93,8 @@ def quantize(
         "max_seq_len": max_seq_len,
         "seed": seed,
     }
-    call = {"qinfer": qinfer.__version__, "source": str(source.checkpoint.path.resolve()), **settings}
-    made = _made_before(folder, call) if gate and not overwrite else None
+    call = {**_made_from(source, calibration), **settings}
+    made = _made_before(folder, call, overwrite=overwrite) if gate else None
     if made is None:
         job = pipeline.prepare(
             source.checkpoint, source.tokenizer, folder, overwrite=overwrite, progress=progress, **settings
@@ -200,12 +201,29 @@ def _folder_to_write(out: object) -> Path:
     return Path(out)
 
 
-def _made_before(folder: Path, call: dict[str, Any]) -> QuantizeReport | None:
+def _made_from(source: compare.OpenModel, calibration: str | None) -> dict[str, Any]:
+    """What is read, JSON-ready: files that have changed since are others, though their names are the same."""
+    files = list(source.checkpoint.weight_files)
+    if isinstance(calibration, str) and os.path.isfile(calibration):
+        files.append(Path(calibration))
+    stats = {str(file.resolve()): file.stat() for file in files}
+    return {
+        "qinfer": qinfer.__version__,
+        "source": str(source.checkpoint.path.resolve()),
+        "size_and_time": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+    }
+
+
+def _made_before(folder: Path, call: dict[str, Any], *, overwrite: bool) -> QuantizeReport | None:
     """Report of the checkpoint that this very call made in `folder` and that waits for its verdict."""
     note = folder / WAITING_NAME
     if not os.path.isfile(note) or read_json(note) != call:  # Path's own raises where a name is too long
         return None
-    logger.warning("%s was made by this command before and waits for its verdict: judging it", folder)
+    logger.warning(
+        "%s was made by this command before and waits for its verdict: judging it%s",
+        folder,
+        ", not overwriting it" if overwrite else "",
+    )
     return QuantizeReport.from_dict(read_json(folder / FILE_NAME))
 
 

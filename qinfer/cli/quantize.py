@@ -47,7 +47,14 @@ def quantize(
     seed: Annotated[int, typer.Option(help="Seed of the calibration.")] = 42,
     gate: Annotated[bool, typer.Option("--gate/--no-gate", help="Judge the result against MODEL.")] = True,
     profile: ProfileOption = "standard",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is in --out.")] = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace what is in --out. If this very command was interrupted there while it judged, "
+            "it goes on with judging.",
+        ),
+    ] = False,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,

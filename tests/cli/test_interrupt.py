@@ -100,6 +100,44 @@ def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrup
     assert qinfer(*command).code == 2  # with its verdict it is finished
 
 
+@pytest.fixture
+def waiting(qinfer, source, tmp_path, interrupted_in):
+    """A quantize command with a text of its own whose judging was interrupted."""
+    (tmp_path / "text.txt").write_text("Some text to calibrate on.\n\n" * 20)
+    command = ("quantize", source, "--scheme", "int8", "--num-samples", 2, "--max-seq-len", 32)
+    command += ("--calibration", tmp_path / "text.txt", "--out", tmp_path / "out", "--profile", "quick")
+    interrupted_in(Engine, "prompt_logits", 3)
+    assert qinfer(*command, "--overwrite").code == 130
+    assert (tmp_path / "out" / "qinfer_waiting.json").exists()
+    return (*command, "--overwrite")
+
+
+def test_judging_goes_on_when_told_to_overwrite(qinfer, tmp_path, waiting, caplog):
+    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    code, text, _ = qinfer(*waiting, "--json")
+    assert code == 0
+    assert "waits for its verdict: judging it, not overwriting it" in caplog.text
+    assert json.loads(text)["report"] == report  # with its seconds: not quantized again
+    caplog.clear()
+    again = json.loads(qinfer(*waiting, "--json").stdout)
+    assert again["report"] != report  # with its verdict it was finished, and is now made anew
+    assert "judging it" not in caplog.text
+
+
+@pytest.mark.parametrize("change", ["argument", "no gate", "text", "weights"])
+def test_what_was_made_otherwise_is_overwritten(qinfer, source, tmp_path, waiting, caplog, change):
+    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    more = {"argument": ("--seed", 7), "no gate": ("--no-gate",)}.get(change, ())
+    if change == "text":
+        (tmp_path / "text.txt").write_text("Another text to calibrate on.\n\n" * 20)
+    if change == "weights":
+        os.utime(source / "model.safetensors")
+    result = qinfer(*waiting, *more, "--json")
+    assert result.code == 0
+    assert json.loads(result.stdout)["report"] != report
+    assert "judging it" not in caplog.text
+
+
 def test_eval_and_generate(qinfer, source, interrupted_in):
     interrupted_in(compare, "judge", 1)
     interrupted_in(Engine, "step", 3)
