@@ -227,7 +227,7 @@ class AsyncLLM:
             raise UserError(
                 'a prompt is text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}', "prompt"
             )
-        check_text(text, self._engine.limits.max_model_len)
+        check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 
     def _hand_over(self, request: _Request) -> None:

@@ -5,8 +5,9 @@
     llm.chat([{"role": "user", "content": "Hello"}])
 
 It runs on the GPU where there is one. Making one resolves the model's name, opens the checkpoint, asks the
-gate, loads the weights and allocates the KV pool, in this order, so that a refusal costs nothing. What vLLM
-has and qinfer does not raises NotImplementedError with the name; a keyword that neither has is a TypeError.
+gate, loads the weights and allocates the KV pool, in this order, so that a refusal costs nothing. What
+scripts for vLLM use and qinfer lacks raises NotImplementedError with its name; a keyword that `llm_keywords`
+does not know is a TypeError.
 """
 
 from __future__ import annotations
@@ -187,8 +188,8 @@ class LLM:
             )
         conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
         tokenizer = self.get_tokenizer()
-        prompts = [
-            tokenizer.apply_chat_template(
+        texts = [
+            tokenizer.render_chat(
                 conversation,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -198,6 +199,7 @@ class LLM:
             )
             for conversation in conversations
         ]
+        prompts = [self._encode_text(text, add_special_tokens=False) for text in texts]
         return self._run(self._add(prompts, sampling_params), use_tqdm)
 
     def enqueue(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[str]:
@@ -281,8 +283,7 @@ class LLM:
             if prompt.get("prompt_token_ids") is not None:
                 return text, prompt["prompt_token_ids"]
         if isinstance(text, str):
-            check_text(text, self.engine.limits.max_model_len)
-            return text, self.get_tokenizer().encode(text)
+            return text, self._encode_text(text, add_special_tokens=True)
         if isinstance(prompt, Sequence) and not isinstance(prompt, str):
             return None, prompt
         raise UserError(
@@ -290,6 +291,11 @@ class LLM:
             f"not {prompt!r:.100}",
             "prompts",
         )
+
+    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        tokenizer = self.get_tokenizer()
+        check_text(text, tokenizer, self.engine.limits.max_model_len)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _run(self, ids: Sequence[str], use_tqdm: Progress) -> list[RequestOutput]:
         """Steps until these requests have finished; outputs of others are kept for who waits for them."""

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.spelling import ByteLevelSpelling, SentencePieceSpelling, Spelling
+from qinfer.checkpoint.token_reach import token_reach
 from qinfer.detokenizer import Detokenizer
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
 
@@ -60,7 +61,9 @@ class Tokenizer:
             hf.chat_template = chat_template
         self._spelling = _spelling(self._backend)
         self.leading_spaces = self._spelling.leading_spaces
-        self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        vocab = self._backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(vocab.values())
+        self._reach = token_reach(self._backend, vocab)
         self.bos_token_id: int | None = hf.bos_token_id
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.eos_token_ids = frozenset((*own, *more_eos_ids))
@@ -100,8 +103,14 @@ class Tokenizer:
                     f"{error.start}: it is no valid Unicode; remove it",
                     "prompt",
                 ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # as a batch of one: `encode` would hold the interpreter for the seconds that a long text takes
+        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, known from its length; 0 where that says nothing."""
+        return self._reach.least_tokens(text)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; ids that no token has are left out."""
@@ -118,7 +127,28 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int]:
-        """Ids of a conversation as the model's template writes it; `variables` are for the template.
+        """Ids of what `render_chat` makes of the same arguments."""
+        text = self.render_chat(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template,
+            **variables,
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """A conversation as the model's template writes it, special tokens and all; `variables` are its own.
 
         A message's content is a string or a list of text parts, which are joined by newlines. UserError for
         messages that are malformed or that the template refuses.
@@ -139,7 +169,7 @@ class Tokenizer:
         if not plain:
             raise UserError("messages is empty: at least one message is needed", "messages")
         try:
-            text = self.hf.apply_chat_template(
+            text: str = self.hf.apply_chat_template(
                 plain,
                 tools=None if tools is None else [dict(tool) for tool in tools],
                 chat_template=chat_template,
@@ -151,7 +181,7 @@ class Tokenizer:
         # a template is a program of the model's author, run on the caller's data: these are its ways to fail
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise UserError(f"the chat template refuses these messages: {error}", "messages") from error
-        return self.encode(text, add_special_tokens=False)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes that the token contributes to a text; empty for an id that no token has."""

@@ -15,11 +15,11 @@ from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 from qinfer.tokenizer import Tokenizer
 
-MAX_TOKEN_CHARS = 256  # no published vocabulary has a longer token; runs of spaces are the longest
-
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
     """The prompt as plain ints; UserError where it is empty or names tokens that do not exist."""
+    if isinstance(prompt_token_ids, bytes | bytearray | memoryview):  # a sequence of ints, but meant as text
+        raise UserError("the prompt is bytes: decode it, since a prompt is text or token ids", "prompt")
     try:
         ids = [operator.index(token) for token in prompt_token_ids]
     except TypeError:
@@ -30,12 +30,12 @@ def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def check_text(text: str, max_model_len: int) -> None:
-    """UserError for a text that no tokenizer could bring under the context: not worth minutes of trying."""
-    if len(text) > max_model_len * MAX_TOKEN_CHARS:
+def check_text(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
+    """UserError for a text that is too long by its characters alone: not worth the seconds of encoding."""
+    if (least := tokenizer.least_tokens(text)) >= max_model_len:
         raise UserError(
-            f"the maximum context length is {max_model_len} tokens and the prompt has {len(text)} "
-            "characters: shorten it",
+            f"the maximum context length is {max_model_len} tokens and the prompt has at least {least}: "
+            "shorten it so that at least one token can follow",
             "prompt",
         )
 

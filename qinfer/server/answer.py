@@ -19,6 +19,7 @@ from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.deltas import usage_of
 from qinfer.server.protocol import GenerationRequest
+from qinfer.server.sampling import check_room
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import EventStream, after_first, ended_in_order, event, merge
 from qinfer.server.wire import Body, Usage
@@ -99,6 +100,14 @@ class Answer(ABC):
     def usage_field(self) -> dict[str, Usage]:
         """`usage` for a chunk: only where the client wants it in every one."""
         return {"usage": self.usage()} if self.request.continuous_usage else {}
+
+
+def encoded(state: ServerState, text: str, keep: int | None, *, add_special_tokens: bool) -> list[int]:
+    """The text's tokens, for `truncated` to cut; ApiError where all must fit and cannot, before encoding."""
+    engine = state.engine
+    if keep is None:
+        check_room(engine.tokenizer.least_tokens(text), engine.max_model_len, at_least=True)
+    return engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def truncated(token_ids: list[int], keep: int | None, max_model_len: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.server.answer import Answer, Work, truncated
+from qinfer.server.answer import Answer, Work, encoded, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
@@ -40,13 +40,14 @@ def _work(state: ServerState, request: ChatRequest) -> Work:
     engine = state.engine
     if request.chat_template is not None and not state.trust_request_chat_template:
         raise ApiError(400, "chat_template in a request is refused: a template is a program", "chat_template")
-    token_ids = engine.tokenizer.apply_chat_template(
+    text = engine.tokenizer.render_chat(
         [message.for_template() for message in request.messages],
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         chat_template=request.chat_template,
         **_template_variables(request),
     )
+    token_ids = encoded(state, text, request.truncate_prompt_tokens, add_special_tokens=False)
     if request.add_special_tokens:
         token_ids = engine.tokenizer.encode("") + token_ids
     token_ids = truncated(token_ids, request.truncate_prompt_tokens, engine.max_model_len)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from qinfer.detokenizer import Detokenizer
 from qinfer.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from qinfer.server.answer import Answer, Work, truncated
+from qinfer.server.answer import Answer, Work, encoded, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -45,7 +45,7 @@ def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]
     text = prompt if isinstance(prompt, str) else None
     if isinstance(prompt, str):
         special = request.add_special_tokens is not False
-        token_ids = engine.tokenizer.encode(prompt, add_special_tokens=special)
+        token_ids = encoded(state, prompt, request.truncate_prompt_tokens, add_special_tokens=special)
     else:
         token_ids = prompt
     kept = truncated(token_ids, request.truncate_prompt_tokens, engine.max_model_len)

@@ -69,14 +69,18 @@ def chat_params(request: ChatRequest, defaults: SamplingParams, *, room: int) ->
     return _fitted({**given, "max_tokens": wanted}, room)
 
 
-def check_room(num_prompt_tokens: int, max_model_len: int) -> int:
-    """Tokens that the prompt leaves for the answer; raises ApiError where that is none."""
+def check_room(num_prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> int:
+    """Tokens that the prompt leaves for the answer; raises ApiError where that is none.
+
+    `at_least`: the prompt's tokens are not counted yet, and may be more.
+    """
     room = max_model_len - num_prompt_tokens
     if room < 1:
+        has = f"at least {num_prompt_tokens}" if at_least else f"{num_prompt_tokens}"
         raise ApiError(
             400,
-            f"this model's maximum context length is {max_model_len} tokens and the prompt has "
-            f"{num_prompt_tokens}: at least one must be left for the answer; shorten the prompt",
+            f"this model's maximum context length is {max_model_len} tokens and the prompt has {has}: "
+            "at least one must be left for the answer; shorten the prompt",
             "input_tokens",
         )
     return room

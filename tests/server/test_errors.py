@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -186,3 +189,53 @@ def test_a_huge_body_or_prompt_is_refused_before_it_is_read(served):
     long = served.post(COMPLETIONS, {"prompt": "x" * (1 << 20)})
     assert long.status_code == 400
     assert "maximum context length" in long.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_h02_a_text_that_can_never_fit_is_refused_before_it_is_encoded(served, monkeypatch, path):
+    def encode(*_args: Any, **_keywords: Any) -> list[int]:
+        raise AssertionError("encoded a text that can never fit")
+
+    monkeypatch.setattr(served.engine.tokenizer, "encode", encode)
+    text = "word " * 3_000_000
+    body = {"prompt": text} if path == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
+    error = check(served.post(path, body), 400)
+    assert error["message"].startswith(
+        "this model's maximum context length is 256 tokens and the prompt has at"
+    )
+    assert error["param"] == "input_tokens"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
+def test_a_text_that_is_to_be_cut_may_be_of_any_length(served, path):
+    text = "word " * 20_000
+    body = {"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    answer = served.post(path, {**body, "truncate_prompt_tokens": 9, "return_token_ids": True}).json()
+    ids = (answer["choices"][0] if path == COMPLETIONS else answer)["prompt_token_ids"]
+    tokenizer = served.engine.tokenizer
+    whole = tokenizer.encode(text) if path == COMPLETIONS else tokenizer.apply_chat_template(body["messages"])
+    assert ids == whole[-9:]
+
+
+def test_health_answers_while_a_long_text_is_encoded(served, monkeypatch):
+    tokenizer, spans = served.engine.tokenizer, []
+    encode = tokenizer.encode
+
+    def timed(*args: Any, **keywords: Any) -> list[int]:
+        start = time.monotonic()
+        ids = encode(*args, **keywords)
+        spans.append((start, time.monotonic()))
+        return ids
+
+    monkeypatch.setattr(tokenizer, "encode", timed)
+    body = {"prompt": "word " * 200_000, "truncate_prompt_tokens": 5, "max_tokens": 1}
+    answered = []
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(served.post, COMPLETIONS, body)
+        while not long.done():
+            assert served.get("/health").status_code == 200
+            answered.append(time.monotonic())
+    assert long.result().status_code == 200
+    ((start, end),) = spans
+    inside = [start, *(moment for moment in answered if start < moment < end), end]
+    assert max(b - a for a, b in pairwise(inside)) < (end - start) / 2  # held up, it answers at the end only
