@@ -29,6 +29,7 @@ from qinfer.cli.options import (
 )
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
+from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from qinfer.outputs import RequestOutput
@@ -74,6 +75,7 @@ def generate(
     """Continue prompts, or answer them with --chat."""
     if system is not None and not chat:
         raise UserError("--system needs --chat: a plain prompt has no system message", "system")
+    _check_prompts(prompt, chat=chat)
     keywords = llm_keywords(
         memory,
         dtype=dtype,
@@ -96,13 +98,16 @@ def generate(
         "stop": stop,
         "seed": seed,
     }
-    chosen = {name: value for name, value in sampling.items() if value not in (None, [])}
+    given = {name: value for name, value in sampling.items() if value not in (None, [])}
+    # checked before the model is loaded, and taken over as settled, so that a warning comes once
+    wanted = SamplingParams(n=n, max_tokens=max_tokens, **given)
+    chosen = {name: getattr(wanted, name) for name in ("n", "max_tokens", *given)}
     with stdout_kept_for_result():
         from qinfer.llm import LLM
 
         llm = LLM(model, **keywords)
         print(llm.gate.line, file=sys.stderr)
-        params = replace(llm.get_default_sampling_params(), n=n, max_tokens=max_tokens, **chosen)
+        params = replace(llm.get_default_sampling_params(), **chosen)
         start = time.perf_counter()
         if chat:
             before = [] if system is None else [{"role": "system", "content": system}]
@@ -113,6 +118,17 @@ def generate(
         seconds = time.perf_counter() - start
     document = {"model": model, **describe_model(llm), "seconds": seconds, "outputs": _plain(prompt, outputs)}
     show(document, _text(prompt, outputs), as_json)
+
+
+def _check_prompts(prompts: list[str], *, chat: bool) -> None:
+    """UserError for what no model could take, before one is loaded."""
+    for prompt in prompts:
+        if not prompt and not chat:
+            raise UserError("--prompt is empty: give at least one character", "prompt")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:  # bytes of the command line that are no UTF-8
+            raise UserError(f"--prompt is not valid Unicode: {prompt!r:.100}", "prompt") from None
 
 
 def _plain(prompts: list[str], outputs: list[RequestOutput]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import typer
 
 from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, ProfileOption, RevisionOption
 from qinfer.cli.output import show, stdout_kept_for_result
+from qinfer.errors import UserError
 
 
 def quantize(
@@ -63,23 +64,31 @@ def quantize(
     with stdout_kept_for_result():
         from qinfer import jobs
 
-        result = jobs.quantize(
-            model,
-            out,
-            scheme=scheme,
-            method=method,
-            group_size=group_size,
-            symmetric=symmetric,
-            calibration=calibration,
-            num_samples=num_samples,
-            max_seq_len=max_seq_len,
-            seed=seed,
-            gate=gate,
-            profile=profile,
-            overwrite=overwrite,
-            revision=revision,
-            hf_token=hf_token,
-        )
+        try:
+            result = jobs.quantize(
+                model,
+                out,
+                scheme=scheme,
+                method=method,
+                group_size=group_size,
+                symmetric=symmetric,
+                calibration=calibration,
+                num_samples=num_samples,
+                max_seq_len=max_seq_len,
+                seed=seed,
+                gate=gate,
+                profile=profile,
+                overwrite=overwrite,
+                revision=revision,
+                hf_token=hf_token,
+            )
+        except UserError as error:  # which calls it `symmetric`, a word that nobody typed
+            if error.parameter != "symmetric":
+                raise
+            flag = "--sym" if symmetric else "--asym"
+            raise UserError(
+                f"{flag} is for --scheme w4a16 or awq, not for {scheme}: leave it out", flag
+            ) from None
     show(result.to_dict(), result.to_text(), as_json)
     if result.gate is not None and result.gate.verdict != "PASS":
         raise typer.Exit(1)

@@ -81,3 +81,42 @@ def test_mistakes_are_one_line(qinfer, model, options, said):
     code, out, err = qinfer("generate", model, "-p", "hello", *options)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("-p", "x", "--temperature", -1), "temperature must be finite and lie in [0, 2], not -1.0"),
+        (("-p", "x", "--top-p", 3), "top_p must be finite and lie in (0, 1], not 3.0"),
+        (("-p", "x", "--top-k", -5), "top_k must lie in"),
+        (("-p", "x", "--stop", ""), "stop holds an empty string"),
+        (("-p", "x", "-n", 2, "--temperature", 0), "n is 2 with temperature 0"),
+        (("-p", "x", "-p", ""), "--prompt is empty: give at least one character"),
+        (("-p", "x\udcff"), "--prompt is not valid Unicode"),
+    ],
+)
+def test_what_no_model_could_do_is_refused_before_one_is_loaded(qinfer, monkeypatch, model, options, said):
+    def load(*_args, **_keywords):
+        raise AssertionError("loaded a model")
+
+    monkeypatch.setattr("qinfer.llm.LLM.__init__", load)
+    code, out, err = qinfer("generate", model, *options)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_the_models_own_temperature_stays_unless_one_is_given(qinfer, monkeypatch, tmp_path):
+    from qinfer import LLM
+
+    folder = tiny_model("qwen3", tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_k": 9}))
+    seen = []
+    generate = LLM.generate
+
+    def spy(self, prompts, params):
+        seen.append(params)
+        return generate(self, prompts, params)
+
+    monkeypatch.setattr(LLM, "generate", spy)
+    assert qinfer("generate", folder, "-p", "x", "--max-tokens", 1, "--top-k", 3, "-n", 2).code == 0
+    assert (seen[0].temperature, seen[0].top_k, seen[0].n, seen[0].max_tokens) == (0.7, 3, 2, 1)

@@ -10,6 +10,7 @@ import qinfer as package
 from qinfer.cli import app, main
 from qinfer.cli.output import table, to_json
 from qinfer.errors import GateError, UserError
+from qinfer.testing import tiny_model
 
 COMMANDS = ("quantize", "eval", "generate", "serve", "plan", "inspect", "doctor")
 
@@ -126,4 +127,14 @@ def test_json_has_no_nan():
 def test_table_aligns_its_columns():
     assert table(("name", "n"), [("a", "1"), ("long name", "1000")]) == (
         "name          n\na             1\nlong name  1000"
+    )
+
+
+@pytest.mark.parametrize(("flag", "scheme"), [("--sym", "w8a8-int8"), ("--asym", "int8")])
+def test_quantize_names_the_flag_that_a_scheme_does_not_have(qinfer, tmp_path, flag, scheme):
+    model = tiny_model("qwen3", tmp_path / "model")
+    code, _, err = qinfer("quantize", model, "--scheme", scheme, flag, "--out", tmp_path / "out", "--no-gate")
+    assert code == 2
+    assert (
+        err.splitlines()[-1] == f"qinfer: {flag} is for --scheme w4a16 or awq, not for {scheme}: leave it out"
     )
