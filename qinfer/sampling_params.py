@@ -72,6 +72,8 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
     repetition_detection: Any = None
+    truncate_prompt_tokens: int | None = None
+    logits_processors: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         self._refuse_absent()
@@ -106,7 +108,10 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _refuse_absent(self) -> None:
-        absent = ("logprob_token_ids", "structured_outputs", "extra_args", "repetition_detection")
+        absent = (
+            *("logprob_token_ids", "structured_outputs", "extra_args", "repetition_detection"),
+            *("truncate_prompt_tokens", "logits_processors"),
+        )
         for name in absent:
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"qinfer does not have SamplingParams({name}=...)")

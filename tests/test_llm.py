@@ -168,7 +168,7 @@ def test_absent_features_are_named(name: str, value: Any, folder: Path) -> None:
         LLM(str(folder), **{name: value})
 
 
-@pytest.mark.parametrize("method", ["beam_search", "embed", "score", "encode", "classify", "sleep"])
+@pytest.mark.parametrize("method", ["beam_search", "embed", "score", "encode", "classify", "sleep", "reward"])
 def test_absent_methods_are_named(method: str, llm: LLM) -> None:
     with pytest.raises(NotImplementedError, match=method):
         getattr(llm, method)(["a"])
@@ -243,6 +243,30 @@ def test_iterators_are_refused_since_their_length_is_unknown(llm: LLM) -> None:
     with pytest.raises(UserError, match=r"messages\[0\] has no content"):
         llm.chat([{"role": "user", "content": None}], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    "prompts", [b"abc", bytearray(b"abc"), [b"abc"], {"prompt_token_ids": b"abc"}, memoryview(b"abc")]
+)
+def test_bytes_are_neither_text_nor_token_ids(prompts: Any, llm: LLM) -> None:
+    with pytest.raises(UserError, match=r"bytes: decode|prompts is a memoryview"):
+        generate(llm, prompts, GREEDY)
+    assert not llm.engine.has_unfinished()
+
+
+def test_h02_a_text_too_long_by_its_characters_is_refused_before_it_is_encoded(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def encode(*_args: Any, **_keywords: Any) -> list[int]:
+        raise AssertionError("encoded a text that can never fit")
+
+    monkeypatch.setattr(llm.get_tokenizer(), "encode", encode)
+    limit = llm.engine.limits.max_model_len
+    for text in ("word " * 3_000_000, {"prompt": "word " * 3_000_000}):
+        with pytest.raises(UserError, match=f"maximum context length is {limit} .* at least [0-9]+"):
+            generate(llm, text, GREEDY)
+    with pytest.raises(UserError, match=f"maximum context length is {limit} "):
+        llm.chat([{"role": "user", "content": "word " * 100_000}], GREEDY, use_tqdm=False)
 
 
 def test_without_a_tokenizer_there_are_ids_only(folder: Path) -> None:

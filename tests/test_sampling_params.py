@@ -99,7 +99,11 @@ def test_stop_strings_need_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["structured_outputs", "logprob_token_ids", "extra_args", "repetition_detection"]
+    "name",
+    [
+        *("structured_outputs", "logprob_token_ids", "extra_args", "repetition_detection"),
+        *("truncate_prompt_tokens", "logits_processors"),
+    ],
 )
 def test_absent_fields_say_so(name: str) -> None:
     with pytest.raises(NotImplementedError, match=name):
