@@ -97,7 +97,11 @@ def _noticed_interrupts() -> Iterator[list[int]]:
         interrupts.append(signum)
         signal.default_int_handler(signum, frame)
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as a shell has it for what runs in its background
+        yield interrupts
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield interrupts
     finally:

@@ -173,6 +173,17 @@ def test_an_extension_that_turns_the_interrupt_into_an_error(qinfer, source, tmp
         main([str(word) for word in command])
 
 
+def test_an_interrupt_that_the_shell_ignores_stays_ignored(qinfer, source):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert qinfer("inspect", source).code == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert qinfer("inspect", source).code == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_process_ends_within_seconds_without_a_traceback(source, tmp_path):
     command = [sys.executable, "-m", "qinfer", "quantize", str(source), "--out", str(tmp_path / "out")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
