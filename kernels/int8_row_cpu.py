@@ -1,13 +1,14 @@
 """One token on its way into an int8 product on the CPU: quantization folded into what makes its row.
 
-With one row a step is 3000 calls of small ops, and while weights stream through the cache each costs 6 to 7
-us however little it computes, 11 us with mixed dtypes, 12 us with a Python number. So the row's statistics
-become Python numbers, and the factor that is common to a normed row stays out of it until the product: the
+With one row a step is thousands of calls of small ops, and while weights stream through the cache each costs
+6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number. So the row's
+statistics become Python numbers, and the factor that is common to a normed row stays out of it until the product: the
 codes of h / rms(h) are those of h, only the scale is divided.
 
 What is computed is `fused_norm` and `fused_activation`: float32, rounded to codes alone. Codes of a normed
 row may differ from theirs by one step where a quotient lies within rounding of a tie. Codes travel in
-bfloat16, which holds them exactly and is what torch's int8 weight op reads; see `w8a8_int8_cpu`.
+bfloat16, which holds them exactly and is what torch's int8 weight op reads. Its sums are float32, but it
+rounds the sum times `weight_scale` to bfloat16 before the token's scale comes in: two roundings, not one.
 """
 
 from typing import NamedTuple

@@ -1,18 +1,14 @@
-"""Integer product of `w8a8_int8` on the CPU: torch's int8 weight op for one or two rows, `_int_mm` for more.
+"""Integer product of `w8a8_int8` on the CPU: oneDNN's int8 x int8 through `_int_mm`.
 
-Both read the weight as it lies in the file, so a weight takes one byte and nothing is prepared. oneDNN's
+It reads the weight as it lies in the file, so a weight takes one byte and nothing is prepared. oneDNN's
 quantized linear with prepacked weights was tried: measured in the steps of a model of 30 layers (two cores of
-a Xeon with AMX) it took 1.2 to 1.5 times as long at 1 to 16 rows, because each call spends 60 us and more on
-finding its primitive again, and was even at 512.
+a Xeon with AMX) a step took 1.2 to 1.5 times as long at 1 to 16 rows, and about the same at 512. Its calls
+took 80 us alone and 150 to 190 us within a step. One row of bfloat16 has a way of its own, `int8_row_cpu`.
 
-With one row, time goes to calling ops, not to arithmetic: a call with a tensor operand costs 1.7 us, the same
-call with a Python number or mixed dtypes 3.4 us, `.to(dtype)` 3 us where `.char()` costs 1.8. Hence:
- * constants are tensors of one element;
- * for the integer product, rounding is one addition: float32 numbers from 2^23 to 2^24 are the integers, so
-   x + 1.5 * 2^23 is rounded half to even, and the low byte of its bits is the code in two's complement.
-
-torch's int8 weight op wants bfloat16 rows. Codes are exact in it and its sums are float32, but it rounds the
-sum times `weight_scale`, both in bfloat16, before the token's scale comes in: three roundings, not one.
+With few rows, time goes to calling ops, not to arithmetic: a call with a tensor costs 1.7 us, the same
+call with a Python number or mixed dtypes 3.4 us, `.to(dtype)` 3 us where `.char()` costs 1.8. Hence constants
+are tensors of one element, and rounding is one addition: float32 numbers from 2^23 to 2^24 are the integers,
+so x + 1.5 * 2^23 is rounded half to even, and the low byte of its bits is the code in two's complement.
 """
 
 import torch
@@ -20,7 +16,6 @@ from torch import Tensor
 
 from qinfer.kernels.quantize_per_token import INT8_MAX, SMALLEST_SCALE
 
-MAX_ROWS_OF_INT8_OP = 2
 _INT8_MAX = torch.tensor([INT8_MAX], device="cpu")
 _ROUND = torch.tensor([1.5 * 2**23], device="cpu")
 
@@ -35,9 +30,6 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 def w8a8_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight int8 [N, K], weight_scale [N] -> [T, N] in x's dtype."""
     codes, scale = scaled(x)
-    if x.dtype is torch.bfloat16 and x.shape[0] <= MAX_ROWS_OF_INT8_OP:
-        rows = codes.round_().bfloat16()
-        return torch._weight_int8pack_mm(rows, weight, weight_scale.bfloat16()).mul_(scale)
     if x.shape[1] == 1:  # torch 2.13 takes [N, 1] transposed for [1, N] and reads beyond it
         sums = codes.round_() * weight.float().t()
     else:

@@ -296,8 +296,7 @@ def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
 def cpu_paths() -> dict[str, str]:
     """How each product runs on this CPU, in words; a scheme that is not named runs its meaning."""
     rows = {"int8": _w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, "int4": _w4a16_cpu.MAX_ROWS_OF_INT4_OP}
-    rows["w8a8"] = _w8a8_int8_cpu.MAX_ROWS_OF_INT8_OP
-    exact = f"torch int8 op up to {rows['w8a8']} rows of bfloat16, else oneDNN int8 x int8"
+    exact = "torch int8 op for one row of bfloat16, else oneDNN int8 x int8"
     return {
         "dense": "torch linear",
         "w8a8-int8": exact if onednn_int8_is_exact() else "plain torch: oneDNN's int8 saturates here",
