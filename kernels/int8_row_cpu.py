@@ -2,8 +2,8 @@
 
 With one row a step is thousands of calls of small ops, and while weights stream through the cache each costs
 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number. So the row's
-statistics become Python numbers, and the factor that is common to a normed row stays out of it until the product: the
-codes of h / rms(h) are those of h, only the scale is divided.
+statistics become Python numbers, and the factor that is common to a normed row stays out of it until the
+product: the codes of h / rms(h) are those of h, only the scale is divided.
 
 What is computed is `fused_norm` and `fused_activation`: float32, rounded to codes alone. Codes of a normed
 row may differ from theirs by one step where a quotient lies within rounding of a tie. Codes travel in
