@@ -188,6 +188,7 @@ def test_the_same_inputs_give_the_same_bits() -> None:
             assert all(torch.equal(a, b.view(torch.uint8)) for a, b in zip(first, op(), strict=True))
 
 
+@pytest.mark.large_gpu_memory
 def test_offsets_past_two_to_the_31() -> None:
     rows, width = 80_000, 14336
     gate_up = torch.zeros(rows, 2 * width, device="cuda", dtype=torch.bfloat16)

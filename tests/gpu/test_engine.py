@@ -211,6 +211,7 @@ def test_nothing_is_compiled_after_the_start(folders: Any, choose: Any) -> None:
     assert compiled == []
 
 
+@pytest.mark.large_gpu_memory
 def test_the_pool_fills_the_share_of_the_gpu(folders: Any, choose: Any) -> None:
     options = {key: value for key, value in SMALL.items() if key != "num_kv_blocks"}
     llm = LLM(str(folders("qwen2")), gpu_memory_utilization=0.5, **options)

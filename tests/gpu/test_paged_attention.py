@@ -233,6 +233,7 @@ def test_n04_one_graph_serves_all_lengths_of_a_batch(kv: str) -> None:
     assert torch.equal(out, step.attend())
 
 
+@pytest.mark.large_gpu_memory
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
 def test_n01_pages_beyond_two_to_the_31_elements(kv: str) -> None:
     few = Step([(200, 1), (100, 150)], kv, heads=8)

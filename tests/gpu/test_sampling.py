@@ -187,6 +187,7 @@ def test_steps_equal_their_meanings() -> None:
     )
 
 
+@pytest.mark.large_gpu_memory
 def test_offsets_past_two_to_the_31() -> None:
     rows, vocab = 17_000, 128_256
     logits = torch.zeros(rows, vocab, device="cuda", dtype=torch.float16)

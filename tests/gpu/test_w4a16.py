@@ -172,6 +172,7 @@ def test_dependent_products_in_a_row() -> None:
         assert torch.equal(chained, slow)
 
 
+@pytest.mark.large_gpu_memory
 def test_offsets_past_31_bits() -> None:
     """More than 2^31 words of weight and more than 2^31 elements of output: the last rows are right."""
     codes, scale, zero = make_weight(256, 16384, 128)

@@ -118,6 +118,7 @@ def test_in_a_graph(kind):
         assert error_ratio(y, (x.double() @ weight.double().T) * scale) < 3e-3
 
 
+@pytest.mark.large_gpu_memory
 def test_weights_past_two_to_the_31():
     n, k = 540_672, 4096
     words = torch.randint(-(2**31), 2**31 - 1, (k // 128, n, 32), dtype=torch.int32, device="cuda")

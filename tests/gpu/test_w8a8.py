@@ -218,6 +218,7 @@ def test_in_a_graph(m):
         assert error_ratio(y, exact) < 3e-3
 
 
+@pytest.mark.large_gpu_memory
 def test_past_two_to_the_31():
     """Results, then weights, of more than 2^31 elements."""
     m, n, k = 80_000, 28_672, 128

@@ -116,6 +116,7 @@ def test_the_fused_op_equals_its_meaning(kind: str, kv: str, count: int) -> None
     assert torch.equal(q, fused_twin.qkv_post(qkv, ours, slots, **options))
 
 
+@pytest.mark.large_gpu_memory
 def test_n01_slots_beyond_two_to_the_31_elements() -> None:
     num_pages = (1 << 31) // (HEADS * 64 * 128) + 2
     pool = torch.empty(num_pages, HEADS, 64, 128, device="cuda", dtype=torch.bfloat16)
