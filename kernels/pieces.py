@@ -30,6 +30,11 @@ class Cut(NamedTuple):
     def programs(self) -> int:
         return self.whole + self.pieces
 
+    def equal_parts(self, tiles: int, steps: int) -> int:
+        """Of each tile, where all are cut into as many equally long pieces; else 0."""
+        parts = self.pieces // tiles
+        return parts if self.pieces and parts * tiles == self.pieces and steps % parts == 0 else 0
+
 
 def cut(tiles: int, steps: int, slots: int, pieces: int) -> Cut:
     """A multiple of `slots` tiles whole, the others in `pieces` if that is more than they are.

@@ -87,6 +87,11 @@ def w4a16_fragments(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
     return w4a16(x, *unpack_fragments(words, scale_zero, x.shape[1], x.dtype))
 
 
+def w4a16_parts(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
+    """`w4a16_fragments` for an op that adds up partial sums; there is one here, and a twin may leave more."""
+    return w4a16_fragments(x, words, scale_zero)
+
+
 def _bits(x: Tensor) -> Tensor:
     """The 16 bits of each element, in int32."""
     return x.contiguous().view(torch.int16).int() & 0xFFFF

@@ -59,6 +59,10 @@ class Launch(NamedTuple):
     steps: int  # of a tile
     cut: Cut
 
+    def equal_parts(self, n: int) -> int:
+        """Into how many pieces of equal length every tile of a weight of n rows is cut; 0 if it is not so."""
+        return self.cut.equal_parts(-(-n // self.rows) * self.blocks, self.steps)
+
 
 def plan(config: Tile, m: int, n: int, k: int) -> Launch:
     """The programs for M tokens and a weight [n, k]; Declined where their steps are too many to count."""

@@ -65,11 +65,12 @@ def _add(total, a, w, both, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr, SCALE
 def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, tiles, blocks, whole, pieces,
             ahead, early, BM: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PAIRS_FIRST: tl.constexpr,
             UNROLL: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
-            STAGES: tl.constexpr, SCALE: tl.constexpr, COMPUTE: tl.constexpr,
-            ASM: tl.constexpr):  # fmt: skip
+            STAGES: tl.constexpr, SCALE: tl.constexpr, COMPUTE: tl.constexpr, ASM: tl.constexpr,
+            PARTS: tl.constexpr):  # fmt: skip
     """One program: an output tile, BN rows of weight by BM tokens, or a piece of one or two (pieces.py).
 
-    tiles: of 128 inputs; parts: float32 [pieces, 2, BM, BN], sums of pieces, which another kernel adds.
+    tiles: of 128 inputs; parts: float32 [pieces, 2, BM, BN], sums of pieces, which another kernel adds. Where
+    PARTS is not 0, all tiles are cut into as many, and parts is float32 [PARTS, M, N].
     """
     pid = tl.program_id(0)
     steps = tl.cdiv(tiles, UNROLL)
@@ -108,7 +109,9 @@ def product(x, words, scale_zero, out, parts, M, N, K, x_stride, scale_stride, t
         if ASM:  # noqa: SIM102  the one is known when this is compiled
             if (early == 2) & (high <= (tile + 1) * steps):
                 cuda.gdc_launch_dependents()
-        if pid < whole:
+        if PARTS > 0:
+            _store(parts + (pid % PARTS).to(tl.int64) * M * N, total, row, first, M, N)
+        elif pid < whole:
             _store(out, total, row, first, M, N)
         else:
             part = parts + (2 * (pid - whole) + tile - first_tile) * (BM * BN)

@@ -32,6 +32,15 @@ TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 def w4a16_fragments(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
     """The twin of the meaning of that name; for one stream of a device at a time."""
+    return _multiply(x, words, scale_zero, in_parts=False)
+
+
+def w4a16_parts(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
+    """float32 [S, T, N], for the next kernel to add up over S, where the tile cuts K evenly; else [T, N]."""
+    return _multiply(x, words, scale_zero, in_parts=True)
+
+
+def _multiply(x: Tensor, words: Tensor, scale_zero: Tensor, in_parts: bool) -> Tensor:
     (m, k), n = x.shape, scale_zero.shape[1]
     group = _group(k, words, scale_zero)
     if x.dtype not in TRITON_DTYPE or k % 8:
@@ -43,6 +52,11 @@ def w4a16_fragments(x: Tensor, words: Tensor, scale_zero: Tensor) -> Tensor:
         return torch.mm(x, dequantize(words, scale_zero, k, x.dtype).T)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous().clone()  # rows that 16-byte copies can start at
+    parts = plan(config, m, n, k).equal_parts(n) if in_parts else 0
+    if parts:
+        out = torch.empty(parts, m, n, device=x.device)
+        launch(config, group, x, words, scale_zero, out)
+        return out
     out = torch.empty(m, n, dtype=torch.float32 if INTERPRET else x.dtype, device=x.device)
     launch(config, group, x, words, scale_zero, out)
     return out.to(x.dtype)
@@ -62,19 +76,23 @@ def dequantize(words: Tensor, scale_zero: Tensor, inputs: int, dtype: torch.dtyp
 
 
 def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tensor, out: Tensor) -> None:
-    """Writes the product into out [T, N], by the tile that a row of the table names."""
-    (m, k), n, dtype = x.shape, out.shape[1], x.dtype
+    """Writes the product into out [T, N], by the tile that a row of the table names.
+
+    Or its parts, of which out is [S, T, N] float32.
+    """
+    (m, k), n, dtype = x.shape, out.shape[-1], x.dtype
     x = x.float() if INTERPRET and dtype is torch.bfloat16 else x
     how = plan(config, m, n, k)
-    tile_shape = (config["BM"], how.rows)
-    parts = workspace(how.cut, how.rows * config["BM"], x.device)
+    tile_shape, in_parts = (config["BM"], how.rows), out.dim() == 3
+    parts = out if in_parts else workspace(how.cut, how.rows * config["BM"], x.device)
     tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
     product[(how.cut.programs,)](
         tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
         how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
-        **constants(config, how.rows, group, k, dtype), **options(config, group),
+        **constants(config, how.rows, group, k, dtype), PARTS=len(out) if in_parts else 0,
+        **options(config, group),
     )  # fmt: skip
-    if how.cut.pieces:
+    if how.cut.pieces and not in_parts:
         add_up(parts, None, out, how.cut, how.steps, how.blocks, tile_shape)
 
 
@@ -138,17 +156,19 @@ def offline_variants() -> Iterator[Variant]:
             config = tile("w4a16", "nvidia-h200", choose, m, n, k)
             if "DEQUANTIZE" in config:
                 continue
-            rows = plan(config, m, n, k).rows
-            for group, dtype in ((128, torch.bfloat16), (128, torch.float16), (64, torch.bfloat16)):
-                variant = _variant(config, rows, group, k, dtype)
+            how = plan(config, m, n, k)
+            rows, parts = how.rows, how.equal_parts(n)
+            kinds = [(128, torch.bfloat16, 0), (128, torch.float16, 0), (64, torch.bfloat16, 0)]
+            for group, dtype, count in kinds + [(128, torch.bfloat16, parts)] * (parts > 0):
+                variant = _variant(config, rows, group, k, dtype, count)
                 found[variant.name] = variant
             adding = adding_variant((config["BM"], rows), "bf16")
             found[adding.name] = adding
     yield from found.values()
 
 
-def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -> Variant:
-    fixed, chosen = constants(config, rows, group, k, dtype), options(config, group)
+def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype, parts: int) -> Variant:
+    fixed, chosen = {**constants(config, rows, group, k, dtype), "PARTS": parts}, options(config, group)
     element = "*bf16" if dtype is torch.bfloat16 else "*fp16"
     types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "parts": "*fp32"}
     if config["TMA"]:

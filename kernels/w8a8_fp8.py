@@ -40,6 +40,13 @@ def w8a8_fp8_codes(
     return (y if bias is None else y + bias.float()).to(dtype)
 
 
+def w8a8_fp8_parts(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`w8a8_fp8_codes` for an op that adds up partial sums; there is one here, and a twin may leave more."""
+    return w8a8_fp8_codes(codes, scale, weight, weight_scale, dtype)
+
+
 def fp8_static(x: Tensor, scale: Tensor) -> Tensor:
     """Codes float8_e4m3fn [T, K] of x [T, K] on the grid of scale float32 [1]; NaN stays NaN."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

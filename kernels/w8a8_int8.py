@@ -30,3 +30,10 @@ def w8a8_int8_codes(
     integers = codes.to(torch.float64) @ rows_of(weight, codes.shape[1]).to(torch.float64).T
     y = integers.float() * weight_scale * scale
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def w8a8_int8_parts(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`w8a8_int8_codes` for an op that adds up partial sums; there is one here, and a twin may leave more."""
+    return w8a8_int8_codes(codes, scale, weight, weight_scale, dtype)

@@ -158,3 +158,22 @@ def test_the_formula_fits_any_shape(m, n, tiles_of_inputs, cores):
     how = plan(config, m, n, 32 * tiles_of_inputs)
     assert how.cut.programs >= 1
     assert config["BM"] >= min(m, 8)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_of_equally_cut_tiles_are_in_order_and_add_up(parts: int) -> None:
+    """Two tiles of rows by two of tokens, not full, over four steps."""
+    m, n, k = 21, 104, 512
+    weight, x = make_weight(n, k, 128, torch.float16), torch.randn(21, k, device=DEVICE).half()
+    tile = BASE | {"SLOTS": 100, "PIECES": 4 * parts}
+    assert plan(tile, m, n, k).equal_parts(n) == parts
+    out = torch.full((parts, m, n), float("nan"), device=DEVICE)
+    w4a16_triton.launch(tile, 128, x, out=out, **w4a16.pack_fragments(*weight))
+    wide = w4a16.dequantize_w4(*weight).double()
+    for part, columns in zip(out, torch.arange(k, device=DEVICE).chunk(parts), strict=True):
+        assert error_ratio(part, x[:, columns].double() @ wide[:, columns].T) < 1e-3
+
+
+@pytest.mark.parametrize("pieces", [4, 6, 9, 12])
+def test_whole_tiles_and_unequal_pieces_are_not_parts(pieces: int) -> None:
+    assert plan(BASE | {"SLOTS": 100, "PIECES": pieces}, 21, 104, 512).equal_parts(104) == 0
