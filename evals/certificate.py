@@ -110,6 +110,16 @@ def require(checkpoint: Path, *, is_quantized: bool, kv_cache_dtype: str, allow_
     return GateStatus("passed", f"gate passed: {document['reasons'][0] if document['reasons'] else 'PASS'}")
 
 
+def require_dummy(*, allow_ungated: bool) -> GateStatus:
+    """What there is to say of random weights; raises GateError unless `allow_ungated`."""
+    if not allow_ungated:
+        raise GateError(
+            "dummy weights are random numbers, which no gate judges: they are there to be measured "
+            "(`qinfer bench`); serve them all the same with --allow-ungated (allow_ungated=True)"
+        )
+    return GateStatus("ungated", "dummy weights: random numbers, which no gate judges")
+
+
 def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
     """The key of KV_RISK that an option means; "auto" is what config.json says. UserError when unknown."""
     name = {"fp8_e4m3": "fp8"}.get(kv_cache_dtype, kv_cache_dtype)

@@ -20,9 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from qinfer import hub
 from qinfer.backend import model_device
-from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
@@ -32,12 +31,13 @@ from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.memory import require_weights_fit
 from qinfer.engine.sizing import available_memory
 from qinfer.errors import UserError, check_flags
-from qinfer.evals.certificate import GateStatus, require
+from qinfer.evals.certificate import GateStatus
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.model.decoder import load_decoder
 from qinfer.outputs import RequestOutput
 from qinfer.progress import Progress, ProgressBar
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
+from qinfer.source import Weights, find_tokenizer, judge, open_model
 from qinfer.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
@@ -73,11 +73,17 @@ class LLM:
         served_model_name: str | Sequence[str] | None = None,
         hf_token: str | None = None,
         skip_tokenizer_init: bool = False,
+        load_format: str = "auto",
+        scheme: str | None = None,
+        group_size: int | None = None,
+        symmetric: bool | None = None,
         **engine_options: Any,
     ) -> None:
         """Loads a folder, hub id, .gguf file or built-in name; other keywords are those of EngineOptions.
 
-        Bytes may be numbers or texts such as memory="24GiB".
+        Bytes may be numbers or texts such as memory="24GiB". load_format="dummy" makes random weights, for
+        which config.json is enough, in the `scheme` (and w4a16's `group_size`, `symmetric`) given, else in
+        the model's own.
         Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
         without a passing verdict (unless `allow_ungated`).
         """
@@ -85,11 +91,12 @@ class LLM:
         options = engine_options_of(seed, engine_options)
         if dtype != "auto" and dtype not in DTYPES:
             raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
-        self.path = hub.resolve(model, revision=revision, token=hf_token)
         self.served_model_names = _served_names(
             str(model) if served_model_name is None else served_model_name
         )
-        checkpoint = open_checkpoint(self.path)
+        weights = Weights(load_format, scheme, group_size, symmetric, seed)
+        checkpoint = open_model(model, weights, revision=revision, token=hf_token)
+        self.path = checkpoint.path
         _check_quantization(quantization, checkpoint)
         self.config: ModelConfig = checkpoint.config
         model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
@@ -98,20 +105,16 @@ class LLM:
             str(model_dtype).removeprefix("torch."),
             checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
         )
-        self.gate: GateStatus = require(
-            self.path,
-            is_quantized=checkpoint.is_quantized,
-            kv_cache_dtype=kv_cache_dtype,
-            allow_ungated=allow_ungated,
-        )
+        self.gate: GateStatus = judge(checkpoint, kv_cache_dtype, allow_ungated=allow_ungated)
         device = model_device()
         require_weights_fit(checkpoint.num_bytes, available_memory(device), options.memory)
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
-            folder = self.path if tokenizer is None else hub.resolve(tokenizer, token=hf_token)
-            self._tokenizer = Tokenizer.load(folder, chat_template=chat_template)
+            self._tokenizer = find_tokenizer(
+                checkpoint, tokenizer, chat_template=chat_template, token=hf_token
+            )
         self.engine = Engine(
-            load_decoder(checkpoint, device=device, dtype=model_dtype),
+            load_decoder(checkpoint, device=device, dtype=model_dtype, progress=True),
             self._tokenizer,
             replace(options, kv_cache_dtype=kv_cache_dtype),
             kv_scales=scales_in(checkpoint),
@@ -214,9 +217,12 @@ class LLM:
         return self._run(ids, use_tqdm)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; UserError where skip_tokenizer_init left it out."""
+        """The model's tokenizer; UserError where there is none."""
         if self._tokenizer is None:
-            raise UserError("this LLM was made with skip_tokenizer_init=True: it takes token ids only")
+            raise UserError(
+                "this LLM has no tokenizer (skip_tokenizer_init=True, or dummy weights of a folder without "
+                "one): it takes token ids only"
+            )
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -29,7 +29,6 @@ _ABSENT: dict[str, Any] = {
     "attention_config": None,
     "quantization_config": None,
     "logits_processors": None,
-    "load_format": "auto",
     "speculative_config": None,
     "generation_config": "auto",
     "override_generation_config": None,

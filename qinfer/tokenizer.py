@@ -196,10 +196,15 @@ class Tokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+
+
 def _load_hf(path: Path) -> Any:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder, so no tokenizer can be read from it")
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not has_tokenizer(path):
         raise CheckpointError(
             f"{path} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json): copy it there"
         )

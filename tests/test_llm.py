@@ -160,7 +160,6 @@ def test_an_interrupt_leaves_an_idle_engine(llm: LLM, monkeypatch: pytest.Monkey
         ("tensor_parallel_size", 2),
         ("speculative_config", {}),
         ("cpu_offload_gb", 4),
-        ("load_format", "dummy"),
     ],
 )
 def test_absent_features_are_named(name: str, value: Any, folder: Path) -> None:

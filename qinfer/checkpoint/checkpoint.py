@@ -24,6 +24,7 @@ from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.quant import Dense, Scheme, TensorSpec
 
+CPU = torch.device("cpu")
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = {
     torch.int8: "I8",
@@ -54,7 +55,7 @@ class Checkpoint:
         self.config = config
         self.quantization = quantization
         self._headers = headers
-        self._open: dict[Path, Any] = {}
+        self._open: tuple[Path, Any] | None = None  # the file that was read last
 
     def names(self) -> frozenset[str]:
         """Every tensor in the files."""
@@ -65,26 +66,32 @@ class Checkpoint:
         header = self._header(name)
         return header.shape, header.dtype
 
-    def tensor(self, name: str) -> Tensor:
-        """A tensor on the CPU as the file holds it; CheckpointError naming it and the file when it cannot."""
+    def tensor(self, name: str, device: torch.device = CPU) -> Tensor:
+        """A tensor as the file holds it; CheckpointError naming it and the file when it cannot be read.
+
+        On the CPU it is a view of the file. One file is mapped at a time, and its pages count as memory of
+        this process until it and its views are gone: who asks for tensors on a GPU, in the files' order,
+        holds one shard at most.
+        """
         file = self._header(name).file
         try:
-            if file not in self._open:
-                self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(name)
+            if self._open is None or self._open[0] != file:
+                self._open = None  # unmapped before the next is
+                self._open = file, safe_open(file, framework="pt")
+            tensor: Tensor = self._open[1].get_tensor(name)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"tensor {name} cannot be read from {file}: {error}") from error
-        return tensor
+        return tensor.to(device)
 
     def scheme(self, module: str) -> Scheme:
         """Scheme of a linear by its full name, "model.layers.0.self_attn.q_proj"."""
         return self.quantization.scheme(module)
 
-    def module(self, module: str) -> dict[str, Tensor]:
+    def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
         """That linear's tensors by suffix ("weight", "weight_scale"), as its scheme lists them; no bias."""
         relative = ".".join(module.split(".")[-2:])
         specs = self.scheme(module).specs(*names.linear_shape(self.config, relative))
-        return {suffix: self.tensor(f"{module}.{suffix}") for suffix in specs}
+        return {suffix: self.tensor(f"{module}.{suffix}", device) for suffix in specs}
 
     @property
     def num_bytes(self) -> int:
@@ -121,12 +128,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = ModelConfig.from_dict(raw)
     quantization = read_quantization(find_quantization_config(path, raw))
     checkpoint = Checkpoint(path, raw, config, quantization, find_tensors(path))
-    _check_modules(checkpoint)
+    check_modules(checkpoint)
     _check_tensors(checkpoint)
     return checkpoint
 
 
-def _check_modules(checkpoint: Checkpoint) -> None:
+def check_modules(checkpoint: Checkpoint) -> None:
     """Refuses groups of linears with mixed schemes and names that leave us no weight to read."""
     config, quantization = checkpoint.config, checkpoint.quantization
     for i in range(config.num_layers):

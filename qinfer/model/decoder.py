@@ -209,7 +209,7 @@ def load_decoder(
     head = embedding if config.tie_word_embeddings else ends["lm_head.weight"]
     indices: Iterable[int] = range(config.num_layers)
     if progress:
-        indices = tqdm(indices, desc="loading", unit="layer")
+        indices = tqdm(indices, desc="loading", unit="layer", delay=1.0)
     layers = [load_layer(checkpoint, i, device=device, dtype=dtype) for i in indices]
     return Decoder(config, embedding, layers, norm, head)
 
@@ -225,7 +225,7 @@ def load_layer(checkpoint: Checkpoint, index: int, *, device: torch.device, dtyp
     return Layer.build(
         config,
         index,
-        {module: _linear(checkpoint, prefix + module) for module in modules},
+        {module: _linear(checkpoint, prefix + module, device) for module in modules},
         {name.removeprefix(prefix): tensor for name, tensor in others.items()},
         device=device,
         dtype=dtype,
@@ -240,16 +240,16 @@ def _filled(
         name: torch.full(shape, math.nan, device=device, dtype=dtype) for name, shape in shapes.items()
     }
     for name, parameter in parameters.items():
-        tensor = checkpoint.tensor(name)
+        tensor = checkpoint.tensor(name, device)
         assert tensor.shape == parameter.shape, name  # the checkpoint has checked; copy_ would broadcast
         parameter.copy_(tensor)
     _refuse_nan(checkpoint, parameters)
     return parameters
 
 
-def _linear(checkpoint: Checkpoint, module: str) -> FileTensors:
+def _linear(checkpoint: Checkpoint, module: str, device: torch.device) -> FileTensors:
     """A linear's scheme and file tensors, whose presence and shapes the checkpoint has checked."""
-    tensors = checkpoint.module(module)
+    tensors = checkpoint.module(module, device)
     _refuse_nan(checkpoint, {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
     return checkpoint.scheme(module), tensors
 

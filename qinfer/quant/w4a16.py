@@ -103,7 +103,7 @@ class W4A16:
     ) -> dict[str, Tensor]:
         scale = tensors["weight_scale"]
         zero_point = self._zero_point(tensors)
-        zero = torch.full(scale.shape, 8) if zero_point is None else zero_point.int() + 8
+        zero = torch.full_like(scale, 8, dtype=torch.int32) if zero_point is None else zero_point.int() + 8
         # The words' bytes, read in memory order, are the kernel's layout: two codes a byte, low nibble first.
         weight = tensors["weight_packed"].view(torch.uint8)
         return ops.pack_w4a16(weight.to(device), scale.to(device, dtype), zero.to(device, torch.uint8))

@@ -50,7 +50,9 @@ class W8A8Fp8:
         return (codes.float() * scale).to(x.dtype)
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: torch.cat([shard[name] for shard in shards]) for name in ("weight", "weight_scale")}
+        codes = torch.cat([shard["weight"].view(torch.uint8) for shard in shards])  # cat may not know float8
+        scale = torch.cat([shard["weight_scale"] for shard in shards])
+        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scale}
 
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
