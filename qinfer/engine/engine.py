@@ -32,7 +32,7 @@ from qinfer.engine.plan import Chunk, StepPlan
 from qinfer.engine.request import Request
 from qinfer.engine.request import Sequence as TokenSequence
 from qinfer.engine.runner import Runner, StepRunner
-from qinfer.engine.sampler import Sampled, Spell, describe, sample
+from qinfer.engine.sampler import Sampled, Spell, describe, sample, slice_rows
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.sizing import size_pool
 from qinfer.engine.warmup import warm_up
@@ -44,7 +44,7 @@ from qinfer.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time when prompts are scored
+LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time when prompts are scored on a CPU
 
 
 class Engine:
@@ -88,6 +88,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._spell: Spell | None = tokenizer.token_str if tokenizer else None
         self.vocab_size = config.vocab_size
+        self._logit_rows = slice_rows(config.vocab_size) if on_gpu else LOGIT_ROWS
         self._max_logprobs = options.max_logprobs
         self._seeds = random.Random(options.seed)
         self._seq_ids = count()
@@ -172,12 +173,13 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def prompt_logits(self, token_ids: Sequence[int], *, rows: int = LOGIT_ROWS) -> Iterator[Tensor]:
+    def prompt_logits(self, token_ids: Sequence[int], *, rows: int | None = None) -> Iterator[Tensor]:
         """Logits of every position of a text, in order, as slices [<= rows, V] float32.
 
         They go through the same pages and ops as a request's prompt, in chunks of max_num_batched_tokens,
         without the prefix cache. Raises UserError where the text does not fit, or requests are running.
         """
+        rows = min(rows or self._logit_rows, self._logit_rows)
         ids = admission.check_prompt(token_ids, self.vocab_size)
         capacity = min(self.pages.num_pages * self.limits.block_size, self.limits.max_model_len)
         if len(ids) > capacity:
@@ -244,8 +246,8 @@ class Engine:
         wanted = request.params.prompt_logprobs
         assert wanted is not None
         following = request.prompt_ids[chunk.start + 1 : chunk.stop + 1]
-        for first in range(0, len(following), LOGIT_ROWS):
-            part = following[first : first + LOGIT_ROWS]
+        for first in range(0, len(following), self._logit_rows):
+            part = following[first : first + self._logit_rows]
             logits = self.runner.logits(hidden[first : first + len(part)])
             ids = torch.tensor(part, device=logits.device)
             request.prompt_logprobs += describe(logits, ids, wanted, self._spell)

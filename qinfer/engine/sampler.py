@@ -4,6 +4,9 @@ All work is on tensors over rows; only what a request asks for is done, and only
 row's result does not depend on its neighbours. A step of plain greedy rows is one argmax. Randomness is one
 number per token, a hash of (seed, position): the same request draws the same numbers alone, in any batch,
 after a preemption and on any device.
+
+Most requests ask for nothing that depends on the tokens before: for them `choose` is all, given the numbers
+of `draw_of`, and nothing in it waits for a device. `sample` does the rest too, and waits.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +25,18 @@ from qinfer.engine.request import Sequence
 from qinfer.outputs import Logprob
 
 Spell = Callable[[int], str]  # a token's own text
+SLICE_BYTES = 16 << 20
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
+
+
+class Draw(NamedTuple):
+    """What decides a step's rows, float64 [5, R]: uniform number, temperature, top_k, top_p, min_p.
+
+    Greedy rows have temperature 0. `limited`: some row has one of the limits.
+    """
+
+    rows: np.ndarray[Any, Any]
+    limited: bool
 
 
 class Sampled(NamedTuple):
@@ -40,14 +56,43 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+def slice_rows(vocab_size: int) -> int:
+    """Rows of logits of which copies may exist at a time: SLICE_BYTES of float32."""
+    return max(1, SLICE_BYTES // (4 * vocab_size))
+
+
+def draw_of(sequences: list[Sequence]) -> Draw | None:
+    """The numbers that decide about these sequences, whose tokens are pending; None where all are greedy."""
+    params = [seq.request.params for seq in sequences]
+    if all(p.greedy for p in params):
+        return None
+    rows = np.zeros((5, len(params)))
+    rows[3] = 1.0
+    for i, (seq, p) in enumerate(zip(sequences, params, strict=True)):
+        if not p.greedy:
+            number = uniform(seed=seq.seed, position=seq.num_output + seq.num_pending - 1)
+            rows[:, i] = number, p.temperature, p.top_k, p.top_p, p.min_p
+    return Draw(rows, any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in params))
+
+
+def choose(logits: Tensor, rows: Tensor | None, *, limited: bool = False) -> Tensor:
+    """One token per row of logits [R, V] -> [R] int64, -1 for NaN; `rows` are a Draw's, None: all greedy."""
+    if rows is None:
+        return ops.greedy(logits)
+    number, temperature, top_k, top_p, min_p = rows
+    if not limited:
+        return ops.sample(logits, number, temperature.float(), None, None, None)
+    return ops.sample(logits, number, temperature.float(), top_k.long(), top_p.float(), min_p.float())
+
+
 def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> list[Sampled]:
     """One token for each row of logits [S, V]; `spell` gives log-probabilities their text."""
     with torch.inference_mode():
-        adjusted = _adjust(logits, sequences)
-        if all(seq.request.params.greedy for seq in sequences):
-            ids = ops.greedy(adjusted)
+        adjusted, draw = _adjust(logits, sequences), draw_of(sequences)
+        if draw is None:
+            ids = choose(adjusted, None)
         else:
-            ids = _draw(adjusted, sequences)
+            ids = choose(adjusted, torch.from_numpy(draw.rows).to(logits.device), limited=draw.limited)
         logprobs = _sample_logprobs(logits, ids.clamp(min=0), sequences, spell)
         return [
             Sampled(max(token, 0), logprobs.get(i), broken=token < 0) for i, token in enumerate(ids.tolist())
@@ -116,7 +161,7 @@ def _banned(seq: Sequence) -> set[int]:
 
 
 def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    rows = [i for i, seq in enumerate(sequences) if _penalties(seq) != (1.0, 0.0, 0.0)]
+    rows = [i for i, seq in enumerate(sequences) if _penalties(seq) != NO_PENALTIES]
     if not rows:
         return logits
     vocab_size = logits.shape[1]
@@ -138,22 +183,3 @@ def _penalties(seq: Sequence) -> tuple[float, float, float]:
 def _padded(lists: list[list[int]], fill: int) -> Tensor:
     width = max(map(len, lists))
     return torch.tensor([ids + [fill] * (width - len(ids)) for ids in lists], dtype=torch.int64)
-
-
-def _draw(logits: Tensor, sequences: list[Sequence]) -> Tensor:
-    """One token per row [S], -1 for NaN; greedy rows among the others."""
-    params = [seq.request.params for seq in sequences]
-    numbers = [0.0 if s.request.params.greedy else uniform(s.seed, s.num_output) for s in sequences]
-
-    def on_device(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device)
-
-    limits: tuple[Tensor, Tensor, Tensor] | tuple[None, None, None] = (None, None, None)
-    if any(p.top_k or p.top_p < 1 or p.min_p for p in params if not p.greedy):
-        limits = (
-            on_device([0 if p.greedy else p.top_k for p in params], torch.int64),
-            on_device([1.0 if p.greedy else p.top_p for p in params]),
-            on_device([0.0 if p.greedy else p.min_p for p in params]),
-        )
-    temperature = on_device([0.0 if p.greedy else p.temperature for p in params])
-    return ops.sample(logits, on_device(numbers, torch.float64), temperature, *limits)

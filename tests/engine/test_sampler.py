@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qinfer.engine import sampler
 from qinfer.engine.engine import Engine
 from qinfer.engine.request import Request, Sequence, StopRules
 from qinfer.engine.sampler import Sampled, sample, uniform
@@ -29,7 +30,7 @@ def make(
     rules = StopRules(frozenset([EOS]), frozenset(params.stop_token_ids), params.min_tokens, 100)
     prompt = prompt or [0]
     request = Request(str(seq_id), prompt, params, rules, bad_words=bad_words)
-    return Sequence(seq_id, request, 0, params.seed or 0, prompt + (output or []))
+    return Sequence(seq_id, request, 0, params.seed or 0, prompt + (output or []), num_pending=1)
 
 
 def choose(rows: list[list[float]] | Tensor, *sequences: Sequence) -> list[Sampled]:
@@ -55,6 +56,35 @@ def test_p01_tiny_temperatures_are_greedy_beside_random_rows(temperature: float)
     random = make(1, temperature=1.0, seed=1)
     assert ids(choose(logits, make(0, temperature=temperature), random)) == [1, 2]
     assert ids(choose(logits[1:], random)) == [2]
+
+
+def test_rows_that_ask_for_copies_go_by_slices_to_the_same_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(3))
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"seed": 1, "logprobs": 3},
+        {"seed": 2, "repetition_penalty": 1.3},
+        {"seed": 3, "logit_bias": {5: 2.0}},
+        {"seed": 4, "top_k": 4},
+        {"seed": 5, "frequency_penalty": 0.5},
+        {"temperature": 0.0, "logprobs": 0},
+    ]
+    rows = [make(i, [1, 1, 2], **fields) for i, fields in enumerate(asked)]
+    whole = choose(logits, *rows)
+    seen: list[int] = []
+
+    def spy(part: Tensor, *args: Any) -> Tensor:
+        seen.append(len(part))
+        return adjust(part, *args)
+
+    adjust = sampler._adjust
+    monkeypatch.setattr(sampler, "_adjust", spy)
+    monkeypatch.setattr(sampler, "SLICE_BYTES", 3 * 40 * 4)
+    assert choose(logits, *rows) == whole
+    assert seen == [3, 3, 1]
+    seen.clear()
+    assert choose(logits[:1].repeat(5, 1), *rows[:1] * 5) == whole[:1] * 5  # these ask for nothing
+    assert seen == [5]
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-4])
