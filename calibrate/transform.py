@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from qinfer import ops
 from qinfer.calibrate import awq, smoothquant
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.mappings import Block, ScaleMapping, apply_scale, scale_mappings
@@ -65,10 +66,10 @@ class Workbench:
         if group == "gate_up":
             mlp = copy.copy(self.layer.mlp)
             mlp.gate_up = linear
-            return [mlp(x) for x in inputs]
+            return [ops.scaled(mlp(x)) for x in inputs]
         attention = copy.copy(self.layer.attention)
         attention.qkv = linear
-        return [attention(x, b.rope, b.attend) for x, b in zip(inputs, self.batches, strict=True)]
+        return [ops.scaled(attention(x, b.rope, b.attend)) for x, b in zip(inputs, self.batches, strict=True)]
 
 
 def transform(bench: Workbench, block: Block, method: str) -> list[Choice]:

@@ -3,7 +3,8 @@
 With one row a step is thousands of calls of small ops, and while weights stream through the cache each costs
 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number. So the row's
 statistics become Python numbers, and the factor that is common to a normed row stays out of it until the
-product: the codes of h / rms(h) are those of h, only the scale is divided.
+product: the codes of h / rms(h) are those of h, only the scale is divided. Where a product is added to the
+residual stream, its token's scale is the factor of that addition.
 
 What is computed is `fused_norm` and `fused_activation`: float32, rounded to codes alone. Codes of a normed
 row may differ from theirs by one step where a quotient lies within rounding of a tie. Codes travel in
@@ -24,6 +25,13 @@ class Int8Row(NamedTuple):
     """One quantized token: codes bfloat16 [1, K], all integers, and their scale."""
 
     codes: Tensor
+    scale: float
+
+
+class Unscaled(NamedTuple):
+    """A product of one token, bfloat16 [1, N], which its scale is still to be multiplied with."""
+
+    sums: Tensor
     scale: float
 
 
@@ -55,6 +63,6 @@ def gelu_mul(gate_up: Tensor) -> Int8Row:
     return quantize(F.gelu(gate, approximate="tanh").mul_(up))
 
 
-def product(row: Int8Row, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """row times weight int8 [N, K], weight_scale [N] -> bfloat16 [1, N]."""
-    return torch._weight_int8pack_mm(row.codes, weight, weight_scale.bfloat16()).mul_(row.scale)
+def product(row: Int8Row, weight: Tensor, weight_scale: Tensor) -> Unscaled:
+    """row times weight int8 [N, K], weight_scale [N]."""
+    return Unscaled(torch._weight_int8pack_mm(row.codes, weight, weight_scale.bfloat16()), row.scale)

@@ -43,6 +43,7 @@ from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
 from qinfer.kernels import write_kv_cpu as _write_kv_cpu
 from qinfer.kernels.int8_row_cpu import Int8Row as Int8Row
+from qinfer.kernels.int8_row_cpu import Unscaled as Unscaled
 from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
@@ -67,19 +68,36 @@ class Codes:
 
 
 Activations: TypeAlias = Tensor | Codes | Int8Row
+Product: TypeAlias = Tensor | Unscaled
+"""What a product leaves; `add_rms_norm` takes it as it is, for others `scaled` finishes it."""
 
 
 def _is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
     return codes is torch.int8 and x.shape[0] == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu"
 
 
+def as_row(codes: torch.dtype | None, x: Activations) -> Activations:
+    """x, quantized where it is one token on a CPU and the product to come wants `codes`."""
+    if isinstance(x, Tensor) and _is_int8_row(codes, x):
+        return _int8_row_cpu.quantize(x.float())
+    return x
+
+
+def scaled(product: Product) -> Tensor:
+    """A product as numbers [T, N]; its memory is used again."""
+    return product if isinstance(product, Tensor) else product.sums.mul_(product.scale)
+
+
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, multiplier: float = 1.0
+    x: Product, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(RMS norm of the new residual, the new residual = residual + multiplier * x); all [T, H]."""
+    if isinstance(x, Unscaled):
+        multiplier *= x.scale
+        x = x.sums
     if x.is_cuda:
         return _backend.run(_norm.add_rms_norm, x, residual, weight, eps, offset, multiplier)
     return _norm.add_rms_norm(x, residual, weight, eps, offset, multiplier)
@@ -93,7 +111,7 @@ _ADD_NORM_TO = {
 
 def add_rms_norm_to(
     codes: torch.dtype | None,
-    x: Tensor,
+    x: Product,
     residual: Tensor,
     weight: Tensor,
     eps: float,
@@ -105,6 +123,9 @@ def add_rms_norm_to(
 
     Elsewhere the product makes its own codes.
     """
+    if isinstance(x, Unscaled):
+        multiplier *= x.scale
+        x = x.sums
     if _is_int8_row(codes, x):
         total = torch.add(residual, x, alpha=multiplier)
         return _int8_row_cpu.rms_norm(total, weight, eps, offset), total
@@ -230,8 +251,11 @@ def pack_w8a8_int8(weight: Tensor) -> Tensor:
     return weight.clone()  # what was read lazily is a view of a file, which may change under a long run
 
 
-def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """x [T, K], weight from `pack_w8a8_int8`, weight_scale [N] -> [T, N] in x's dtype."""
+def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Product:
+    """x [T, K], weight from `pack_w8a8_int8`, weight_scale [N] -> [T, N] in x's dtype.
+
+    Only a row that came quantized, from `as_row` or a norm, leaves its product unscaled.
+    """
     if isinstance(x, Int8Row):
         return _int8_row_cpu.product(x, weight, weight_scale)
     if isinstance(x, Codes):
@@ -239,7 +263,7 @@ def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
     if x.is_cuda:
         return _backend.run(_w8a8_int8.w8a8_int8, x, weight, weight_scale)
     if _is_int8_row(torch.int8, x):
-        return _int8_row_cpu.product(_int8_row_cpu.quantize(x.float()), weight, weight_scale)
+        return scaled(_int8_row_cpu.product(_int8_row_cpu.quantize(x.float()), weight, weight_scale))
     if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)

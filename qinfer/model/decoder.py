@@ -86,11 +86,11 @@ class Layer:
     def __call__(self, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
         """The residual stream before the layer -> after it, [T, H]."""
         x, hidden = self.step(None, hidden, rope, attend, tap)
-        return torch.add(hidden, x, alpha=self.config.residual_multiplier)
+        return torch.add(hidden, ops.scaled(x), alpha=self.config.residual_multiplier)
 
     def step(
-        self, x: Tensor | None, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None
-    ) -> tuple[Tensor, Tensor]:
+        self, x: ops.Product | None, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None
+    ) -> tuple[ops.Product, Tensor]:
         """The layer from norm to norm: takes what the last layer left to add to the stream, leaves its own.
 
         So each addition and the norm of the sum are one op. x (None: nothing) and hidden [T, H].
@@ -107,13 +107,13 @@ class Layer:
             )
         x = self.attention(normed, rope, attend, tap)
         if self.attention_out_norm is not None:
-            x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
+            x = ops.rms_norm(ops.scaled(x), self.attention_out_norm, eps, offset=offset)
         normed, hidden = ops.add_rms_norm_to(
             mlp_codes, x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier
         )
         x = self.mlp(normed, tap)
         if self.mlp_out_norm is not None:
-            x = ops.rms_norm(x, self.mlp_out_norm, eps, offset=offset)
+            x = ops.rms_norm(ops.scaled(x), self.mlp_out_norm, eps, offset=offset)
         return x, hidden
 
 
@@ -164,7 +164,8 @@ class Decoder:
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids and positions [T] -> hidden states after the final norm [T, H]."""
         config = self.config
-        hidden, x = self.embed(token_ids), None
+        x: ops.Product | None = None
+        hidden = self.embed(token_ids)
         rope = self.rope(positions)
         for layer in self.layers:
             x, hidden = layer.step(x, hidden, rope, attend)

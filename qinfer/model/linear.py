@@ -53,4 +53,10 @@ class Linear:
 
     def product(self, x: ops.Activations) -> Tensor:
         """[T, N] without the bias."""
-        return self.scheme.matmul(x, self.prepared)
+        return ops.scaled(self.scheme.matmul(x, self.prepared))
+
+    def summand(self, x: ops.Activations) -> ops.Product:
+        """[T, N] as the residual stream takes it, perhaps not scaled yet."""
+        if self.bias is not None:
+            return self(x)
+        return self.scheme.matmul(ops.as_row(self.codes, x), self.prepared)

@@ -1,7 +1,8 @@
 """The two blocks of a decoder layer, attention and MLP, for all families, without the residual stream.
 
-Both take the normed input and return what is to be added. The families differ by data: which biases and norms
-exist, which activation, whether this layer turns its heads and how far it looks back.
+Both take the normed input and return what is to be added, as a product leaves it. The families differ by
+data: which biases and norms exist, which activation, whether this layer turns its heads and how far it looks
+back.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Attention:
             q_norm, k_norm = norms["self_attn.q_norm.weight"], norms["self_attn.k_norm.weight"]
             self.head_norms = ops.HeadNorms(q_norm, k_norm, config.rms_norm_eps, config.norm_offset)
 
-    def __call__(self, x: ops.Activations, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
+    def __call__(self, x: ops.Activations, rope: Rope, attend: Attend, tap: Tap | None = None) -> ops.Product:
         """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
         config = self.config
         if tap is not None:
@@ -77,7 +78,7 @@ class Attention:
         ).flatten(1)
         if tap is not None:
             tap("o", context)
-        return self.o(context)
+        return self.o.summand(context)
 
 
 class Mlp:
@@ -88,12 +89,12 @@ class Mlp:
         self.down = down
         self.activate = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
-    def __call__(self, x: ops.Activations, tap: Tap | None = None) -> Tensor:
+    def __call__(self, x: ops.Activations, tap: Tap | None = None) -> ops.Product:
         """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
         if tap is None:
-            return self.down(ops.gated_to(self.down.codes, self.activate, self.gate_up(x)))
+            return self.down.summand(ops.gated_to(self.down.codes, self.activate, self.gate_up(x)))
         assert isinstance(x, Tensor)
         tap("gate_up", x)
         inner = self.activate(self.gate_up(x))
         tap("down", inner)
-        return self.down(inner)
+        return self.down.summand(inner)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from qinfer.ops import Activations
+from qinfer.ops import Activations, Product
 
 
 class ActivationFormat(Enum):
@@ -76,7 +76,7 @@ class Scheme(Protocol):
         """File layout -> kernel layout, once, at load; `dtype` is that of the activations to come."""
         ...
 
-    def matmul(self, x: Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(self, x: Activations, prepared: Mapping[str, Tensor]) -> Product:
         """x [T, K] -> [T, N] in x's dtype (no bias); x may be codes where `activations` says so."""
         ...
 

@@ -64,6 +64,25 @@ def test_the_product_is_the_exact_sum_rounded_twice() -> None:
         assert error_ratio(y, exact) < 2**-8
 
 
+@pytest.mark.parametrize("codes", [torch.int8, None])
+def test_a_scale_that_is_still_to_come_is_the_factor_of_the_addition(codes: torch.dtype | None) -> None:
+    """One rounding less than scaling first, so the new residual is the exact sum rounded once."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randint(-128, 128, (192, 192), dtype=torch.int8, generator=generator)
+    weight_scale = torch.rand(192, generator=generator).bfloat16() / 64
+    norm = torch.rand(192, generator=generator).bfloat16()
+    for x, residual in zip(rows()[8:16].split(1), rows(4)[8:16].split(1), strict=True):
+        product = ops.w8a8_int8(ops.as_row(torch.int8, x), weight, weight_scale)
+        assert isinstance(product, ops.Unscaled)
+        exact = residual.double() + 0.5 * product.scale * product.sums.double()
+        normed, total = ops.add_rms_norm_to(codes, product, residual, norm, 1e-5, multiplier=0.5)
+        assert error_ratio(total, exact) < 2**-8
+        assert isinstance(normed, Tensor if codes is None else ops.Int8Row)
+        scaled = ops.scaled(ops.Unscaled(product.sums.clone(), product.scale))
+        assert torch.equal(scaled, ops.w8a8_int8(x, weight, weight_scale))
+        assert error_ratio(total, ops.add_rms_norm(scaled, residual, norm, 1e-5, multiplier=0.5)[1]) < 2**-7
+
+
 def test_a_row_of_zeros_and_rows_that_are_not_finite() -> None:
     weight = torch.randint(-128, 128, (8, 192), dtype=torch.int8)
     scale = torch.ones(8, dtype=torch.bfloat16)
@@ -75,7 +94,7 @@ def test_a_row_of_zeros_and_rows_that_are_not_finite() -> None:
         assert not ops.w8a8_int8(x, weight, scale).isfinite().any()
         assert not w8a8_int8.w8a8_int8(x, weight, scale).isfinite().any()
         normed = ops.rms_norm_to(torch.int8, x, torch.ones(192, dtype=torch.bfloat16), 1e-5)
-        assert not ops.w8a8_int8(normed, weight, scale).isfinite().any()
+        assert not ops.scaled(ops.w8a8_int8(normed, weight, scale)).isfinite().any()
 
 
 def test_one_token_runs_by_rows_and_more_do_not() -> None:
