@@ -86,7 +86,14 @@ def choose(logits: Tensor, rows: Tensor | None, *, limited: bool = False) -> Ten
 
 
 def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> list[Sampled]:
-    """One token for each row of logits [S, V]; `spell` gives log-probabilities their text."""
+    """One token for each row of logits [S, V]; `spell` gives log-probabilities their text.
+
+    Rows that are copied, to change or describe them, go by slices: a full batch needs no more memory.
+    """
+    count = slice_rows(logits.shape[1])
+    if len(sequences) > count and any(seq.looks_back for seq in sequences):
+        starts = range(0, len(sequences), count)
+        return [r for i in starts for r in sample(logits[i : i + count], sequences[i : i + count], spell)]
     with torch.inference_mode():
         adjusted, draw = _adjust(logits, sequences), draw_of(sequences)
         if draw is None:
