@@ -202,3 +202,15 @@ def test_four_bits_unpacked_are_exact():
     assert torch.equal(
         w4a16_cpu.unpack(packed["nibbles"], packed["scale"], packed["zero"]).T, by_hand.view(32, 128)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_dense_is_the_float64_product_rounded_once(dtype, num_tokens):
+    generator = torch.Generator().manual_seed(11)
+    weight = torch.randn(300, 1000, generator=generator).to(dtype)
+    x = torch.randn(num_tokens, 1000, generator=generator).to(dtype)
+    y = ops.dense(x, weight)
+    assert y.shape == (num_tokens, 300)
+    assert y.dtype is dtype
+    assert error_ratio(y, x.double() @ weight.double().T) < torch.finfo(dtype).eps
