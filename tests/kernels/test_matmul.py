@@ -207,10 +207,12 @@ def test_four_bits_unpacked_are_exact():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_dense_is_the_float64_product_rounded_once(dtype, num_tokens):
+    """Sums are float32 whatever the dtype: an error of a 16-bit sum would be many times its rounding."""
     generator = torch.Generator().manual_seed(11)
     weight = torch.randn(300, 1000, generator=generator).to(dtype)
     x = torch.randn(num_tokens, 1000, generator=generator).to(dtype)
     y = ops.dense(x, weight)
     assert y.shape == (num_tokens, 300)
     assert y.dtype is dtype
-    assert error_ratio(y, x.double() @ weight.double().T) < torch.finfo(dtype).eps
+    bound = 1e-6 if dtype is torch.float32 else torch.finfo(dtype).eps / 2
+    assert error_ratio(y, x.double() @ weight.double().T) < bound
