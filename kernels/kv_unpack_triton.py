@@ -11,10 +11,9 @@ are read as words of two neighbours (d, d + 1) of the head dimension, and only i
 
 fp8 e4m3 becomes float16 by the conversion instruction of sm_89 and later, two numbers at a time; to bfloat16
 would take a second conversion per number. int8 never meets the slow integer-to-float unit: its byte is
-written into the mantissa of a constant. For float16 that is 1024, and 1152 more than the number comes out
-(BIAS): in q . k the caller subtracts 1152 times the sum of q, once per row. Not so in p @ v, whose sum over
-thousands of tokens the tensor cores truncate at every step: there bfloat16 is exact, at two more instructions
-per word. Elsewhere, in the interpreter and for float32, the words are taken apart by shifts and casts.
+written into the mantissa of a constant, which is subtracted again. For float16 the constant has room for the
+whole byte: 1024, plus 128 for the sign. bfloat16 has room for seven bits, and the sign goes another way.
+Elsewhere, in the interpreter and for float32, the words are taken apart by shifts and casts.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ import triton
 import triton.language as tl
 
 PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of page
-BIAS = tl.constexpr(1152.0)
 
 
 @triton.jit
 def unpack_pairs(words, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constexpr):
-    """int16 words -> (low bytes, high bytes) as numbers of `dtype` (int8 as float16 by ASM: plus BIAS)."""
+    """int16 words -> (low bytes, high bytes) as numbers of `dtype`."""
     if ASM and KIND == FP8 and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 t; .reg .b16 l, h;
@@ -44,10 +42,13 @@ def unpack_pairs(words, KIND: tl.constexpr, dtype: tl.constexpr, ASM: tl.constex
         )
     elif ASM and KIND == INT8 and dtype == tl.float16:
         low, high = tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
+            """{ .reg .b32 t, a, b, c;
             xor.b32 t, $2, 0x80808080;
-            prmt.b32 $0, t, 0x64646464, 0x4240;
-            prmt.b32 $1, t, 0x64646464, 0x4341; }""",
+            prmt.b32 a, t, 0x64646464, 0x4240;
+            prmt.b32 b, t, 0x64646464, 0x4341;
+            mov.b32 c, 0x64806480;
+            sub.rn.f16x2 $0, a, c;
+            sub.rn.f16x2 $1, b, c; }""",
             "=r,=r,r",
             [words],
             dtype=(tl.float16, tl.float16),

@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from qinfer.kernels.kv_unpack_triton import BIAS, INT8, PLAIN, unpack_pairs
+from qinfer.kernels.kv_unpack_triton import INT8, PLAIN, unpack_pairs
 from qinfer.kernels.paged_plan_triton import ITEM
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -74,7 +74,6 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     ASM: tl.constexpr,
-    BIASED: tl.constexpr,  # K comes out of its words too large by BIAS
     MERGE: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -105,9 +104,6 @@ def decode_kernel(
         q_even, q_odd = q_rows, q_rows
     else:
         q_even, q_odd = tl.split(tl.reshape(q_rows, (16, LANES, 2)))
-
-    if BIASED:
-        excess = BIAS * (tl.sum(q_even.to(tl.float32), 1) + tl.sum(q_odd.to(tl.float32), 1))
 
     top = tl.full((16,), LOWEST, tl.float32)
     weights = tl.zeros((16, TILE), tl.float32)  # summed over tiles only: adding up a row crosses warps
@@ -146,8 +142,6 @@ def decode_kernel(
             k_even, k_odd = unpack_pairs(k_tile, KIND, QK_TYPE, ASM)
             logits = tl.dot(q_even, k_even.T, input_precision="ieee")
             logits = tl.dot(q_odd, k_odd.T, logits, input_precision="ieee")
-        if BIASED:
-            logits -= excess[:, None]
         if KIND == INT8:
             logits *= (tl.load(k_scales + slot) * qk_scale)[None, :]
         else:

@@ -105,7 +105,6 @@ def decode_constants(entry: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
         "WINDOW": shape.windowed,
         "CAP": shape.capped,
         "ASM": not INTERPRETED,
-        "BIASED": shape.kind == INT8.value and not INTERPRETED and shape.dtype != torch.float32,
         "MERGE": max(1, 32 // rows),
         **entry,
     }
