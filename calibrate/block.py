@@ -22,6 +22,7 @@ from qinfer.checkpoint.names import layer_modules, layer_prefix, layer_tensors
 from qinfer.config import ModelConfig
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import Decoder, Layer
+from qinfer.model.head import make_head
 from qinfer.model.linear import FileTensors
 from qinfer.model.rotary import Rope
 from qinfer.quant import Dense
@@ -121,7 +122,7 @@ def _stem(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> D
     """A decoder without layers: it embeds and makes rotations."""
     config = checkpoint.config
     embedding = checkpoint.tensor(f"{config.tensor_prefix}embed_tokens.weight").to(device, dtype)
-    return Decoder(config, embedding, [], torch.ones(config.hidden_size), embedding)
+    return Decoder(config, embedding, [], torch.ones(config.hidden_size), make_head(embedding))
 
 
 def _spread(sequences: Sequence[Sequence[int]], num_tokens: int) -> set[int]:

@@ -5,7 +5,8 @@ that KV cache, and this was the verdict. It is bound to the bytes by the SHA-256
 what the model computes or what tokens it sees: weights, index, config, tokenizer, chat template. `require`
 reads it before a quantized checkpoint is served and refuses a verdict that is failed, undecided, missing,
 unreadable or stale. Stale means: any of those files was changed, added or removed since, or the KV cache to
-be used is riskier than the one measured (float32 < bfloat16 = float16 < int8 < fp8; a safer one is fine).
+be used is riskier than the one measured (float32 < bfloat16 = float16 < int8 < fp8; a safer one is fine), or
+the head is to be int8 and was not.
 Files are hashed in streams and nothing is cached: a cached hash would trust a time stamp. Not covered is
 `generation_config.json`: it holds sampling defaults, which the gate does not measure. Standard library only,
 so that refusing costs no torch.
@@ -87,8 +88,15 @@ def read(checkpoint: Path) -> dict[str, Any]:
     return dict(document)
 
 
-def require(checkpoint: Path, *, is_quantized: bool, kv_cache_dtype: str, allow_ungated: bool) -> GateStatus:
-    """Says whether the checkpoint may be served with that KV cache; a dense one always may.
+def require(
+    checkpoint: Path,
+    *,
+    is_quantized: bool,
+    kv_cache_dtype: str,
+    allow_ungated: bool,
+    lm_head_dtype: str = "auto",
+) -> GateStatus:
+    """Says whether the checkpoint may be served with that KV cache and head; a dense one always may.
 
     `kv_cache_dtype` is a key of KV_RISK, "fp8_e4m3" or "auto" (what config.json says). Raises GateError,
     one line with the reason and the way to a verdict, unless `allow_ungated`, and UserError for an unknown
@@ -99,12 +107,12 @@ def require(checkpoint: Path, *, is_quantized: bool, kv_cache_dtype: str, allow_
     kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, checkpoint)
     try:
         document = read(checkpoint)
-        _check(checkpoint, document, kv_cache_dtype)
+        _check(checkpoint, document, kv_cache_dtype, lm_head_dtype)
     except GateError as error:
         if allow_ungated:
             return GateStatus("ungated", f"served without a valid verdict of the gate: {error}")
         raise GateError(
-            f"{error}; get a verdict with `qinfer eval {checkpoint} --against REF`, "
+            f"{error}; get a verdict with `qinfer eval {checkpoint} --against REF{_option(lm_head_dtype)}`, "
             "or serve it all the same with --allow-ungated (allow_ungated=True)"
         ) from None
     return GateStatus("passed", f"gate passed: {document['reasons'][0] if document['reasons'] else 'PASS'}")
@@ -139,7 +147,12 @@ def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
     return name
 
 
-def _check(checkpoint: Path, document: Mapping[str, Any], kv_cache_dtype: str) -> None:
+def _option(lm_head_dtype: str) -> str:
+    """What the command needs so that its verdict covers this head."""
+    return "" if lm_head_dtype == "auto" else f" --lm-head-dtype {lm_head_dtype}"
+
+
+def _check(checkpoint: Path, document: Mapping[str, Any], kv_cache_dtype: str, lm_head_dtype: str) -> None:
     """Raises GateError with the first reason why the certificate does not cover serving."""
     if document["verdict"] != "PASS":
         because = f" ({document['reasons'][0]})" if document["reasons"] else ""
@@ -149,6 +162,11 @@ def _check(checkpoint: Path, document: Mapping[str, Any], kv_cache_dtype: str) -
         raise GateError(
             f"the verdict on {checkpoint} was measured with a {measured} KV cache "
             f"and does not cover {kv_cache_dtype}"
+        )
+    if lm_head_dtype not in ("auto", document["settings"].get("lm_head_dtype", "auto")):
+        raise GateError(
+            f"the verdict on {checkpoint} was measured with a dense lm_head "
+            f"and does not cover {lm_head_dtype}"
         )
     then, now = document["hashes"], hash_files(checkpoint)
     changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))

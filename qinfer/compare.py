@@ -44,6 +44,7 @@ from qinfer.evals.gate import (
 )
 from qinfer.hub import resolve
 from qinfer.model.decoder import load_decoder
+from qinfer.model.head import check_lm_head_dtype
 from qinfer.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens; the standard profile is 32 such windows
@@ -74,21 +75,25 @@ class OpenModel:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a model is run: dtype of activations and dense weights, and a key of certificate.KV_RISK."""
+    """How a model is run: dtype of activations and dense weights, a key of certificate.KV_RISK, the head."""
 
     dtype: torch.dtype
     kv_cache_dtype: str
+    lm_head_dtype: str = "auto"
 
     @classmethod
-    def settle(cls, dtype: str, kv_cache_dtype: str, checkpoint: Checkpoint) -> Serving:
+    def settle(
+        cls, dtype: str, kv_cache_dtype: str, checkpoint: Checkpoint, lm_head_dtype: str = "auto"
+    ) -> Serving:
         """Resolves "auto" as serving would; raises UserError for an unknown name."""
+        check_lm_head_dtype(lm_head_dtype)
         if dtype not in _DTYPES:
             raise UserError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}", "dtype")
         name = checkpoint.config.dtype if dtype == "auto" else dtype
         kv = resolve_kv_cache_dtype(kv_cache_dtype, checkpoint.path)
         if kv_cache_dtype == "auto" and kv != "fp8":  # fp8 where the checkpoint asks for it
             kv = name
-        return cls(getattr(torch, name), kv)
+        return cls(getattr(torch, name), kv, lm_head_dtype)
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ class Comparison:
         words = ["qinfer", "eval", self.candidate.name, "--against", self.source.name]
         words += ["--profile", self.profile, "--seed", str(self.seed)]
         words += ["--dtype", name_of(self.serving.dtype), "--kv-cache-dtype", self.serving.kv_cache_dtype]
+        if self.serving.lm_head_dtype != "auto":
+            words += ["--lm-head-dtype", self.serving.lm_head_dtype]
         return shlex.join(words + ([] if self.text_file is None else ["--text", str(self.text_file)]))
 
 
@@ -168,7 +175,9 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
 
 def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fidelity.Logits:
     """Loads the model into an engine with a KV pool for one window; gives its logits of any token ids."""
-    decoder = load_decoder(checkpoint, device=model_device(), dtype=serving.dtype)
+    decoder = load_decoder(
+        checkpoint, device=model_device(), dtype=serving.dtype, lm_head_dtype=serving.lm_head_dtype
+    )
     options = EngineOptions(
         kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=window // 16 + 2, enable_prefix_caching=False
     )
@@ -238,6 +247,7 @@ def _settings(
         "seed": comparison.seed,
         "dtype": name_of(comparison.serving.dtype),
         "kv_cache_dtype": comparison.serving.kv_cache_dtype,
+        "lm_head_dtype": comparison.serving.lm_head_dtype,
         "reference_dtype": name_of(comparison.reference.dtype),
         "qinfer": qinfer.__version__,
         "torch": torch.__version__,

@@ -119,6 +119,7 @@ def evaluate(
     text_file: str | Path | None = None,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    lm_head_dtype: str = "auto",
     seed: int = 0,
     revision: str | None = None,
     hf_token: str | None = None,
@@ -126,7 +127,7 @@ def evaluate(
 ) -> GateResult:
     """Judges `model` against its dense source; for a quantized one, writes certificate and report beside it.
 
-    `text_file` replaces the built-in held-out text. `dtype` and `kv_cache_dtype` are those that will serve.
+    `text_file` replaces the built-in held-out text. The dtypes are those that will serve.
     Raises UserError for an unknown option, models that cannot be compared, or a text that cannot be read.
     """
     profile_named(profile)
@@ -134,7 +135,7 @@ def evaluate(
     candidate = compare.open_model(model, revision=revision, token=hf_token)
     source = compare.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
-    serving = compare.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint)
+    serving = compare.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint, lm_head_dtype)
     text_path = None if text_file is None else Path(text_file)
     comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
     return _certify(comparison, progress=progress)
@@ -148,6 +149,7 @@ def score_text(
     window: int = 1024,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
+    lm_head_dtype: str = "auto",
     seed: int = 0,
     revision: str | None = None,
     hf_token: str | None = None,
@@ -162,7 +164,7 @@ def score_text(
     if window < 2:
         raise UserError(f"window is {window}: at least 2 tokens are needed to score one", "window")
     opened = compare.open_model(model, revision=revision, token=hf_token)
-    serving = compare.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint)
+    serving = compare.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint, lm_head_dtype)
     window = min(window, opened.checkpoint.config.context_len)
     cut = list(text.text_windows(opened.tokenizer, compare.read_text(Path(text_file)), window))[:windows]
     if not cut:
@@ -179,6 +181,7 @@ def score_text(
         "data_sha256": text.data_hash(cut),
         "dtype": compare.name_of(serving.dtype),
         "kv_cache_dtype": serving.kv_cache_dtype,
+        "lm_head_dtype": serving.lm_head_dtype,
         "qinfer": qinfer.__version__,
     }
     return perplexity.score_text(

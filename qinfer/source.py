@@ -62,8 +62,10 @@ def open_model(
     return open_checkpoint(hub.resolve(model, revision=revision, token=token))
 
 
-def judge(checkpoint: Checkpoint, kv_cache_dtype: str, *, allow_ungated: bool) -> GateStatus:
-    """What the gate says of serving it with that KV cache; raises GateError unless it may be served."""
+def judge(
+    checkpoint: Checkpoint, kv_cache_dtype: str, lm_head_dtype: str = "auto", *, allow_ungated: bool
+) -> GateStatus:
+    """What the gate says of serving it with that KV cache and head; raises GateError unless it may be."""
     if isinstance(checkpoint, DummyCheckpoint):
         return require_dummy(allow_ungated=allow_ungated)
     return require(
@@ -71,6 +73,7 @@ def judge(checkpoint: Checkpoint, kv_cache_dtype: str, *, allow_ungated: bool) -
         is_quantized=checkpoint.is_quantized,
         kv_cache_dtype=kv_cache_dtype,
         allow_ungated=allow_ungated,
+        lm_head_dtype=lm_head_dtype,
     )
 
 

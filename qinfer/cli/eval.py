@@ -12,6 +12,7 @@ from qinfer.cli.options import (
     HubTokenOption,
     JsonOption,
     KVCacheDtypeOption,
+    LMHeadDtypeOption,
     ModelArgument,
     ProfileOption,
     RevisionOption,
@@ -41,6 +42,7 @@ def evaluate(
     window: Annotated[int, typer.Option(min=2, help="Tokens of each (with --perplexity).")] = 1024,
     dtype: DtypeOption = "auto",
     kv_cache_dtype: KVCacheDtypeOption = "auto",
+    lm_head_dtype: LMHeadDtypeOption = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
@@ -53,7 +55,7 @@ def evaluate(
     if (against is None) == (perplexity is None):
         raise UserError("give --against REF for a verdict, or --perplexity FILE for a number", "against")
     common: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "seed": seed}
-    common |= {"revision": revision, "hf_token": hf_token}
+    common |= {"lm_head_dtype": lm_head_dtype, "revision": revision, "hf_token": hf_token}
     with stdout_kept_for_result():
         from qinfer import jobs
 

@@ -26,6 +26,10 @@ DtypeOption = Annotated[
 MemoryOption = Annotated[
     str | None, typer.Option(help="Hard budget for weights, activations and KV pool, such as 24GiB.")
 ]
+GpuMemoryUtilizationOption = Annotated[
+    float | None,
+    typer.Option(help="Share of the GPU for all of that, where --memory is not given: 0.92."),
+]
 MaxModelLenOption = Annotated[
     int | None, typer.Option(min=1, help="Longest sequence, prompt and answer, in tokens.")
 ]
@@ -34,6 +38,9 @@ MaxNumBatchedTokensOption = Annotated[int | None, typer.Option(min=1, help="Most
 BlockSizeOption = Annotated[int | None, typer.Option(min=1, help="Tokens of a KV page.")]
 KVCacheDtypeOption = Annotated[
     str, typer.Option(help="auto (the model's), bfloat16, float16, float32, int8 or fp8.")
+]
+LMHeadDtypeOption = Annotated[
+    str, typer.Option(help="auto (dense) or int8: of the head alone, quantized while loading.")
 ]
 PrefixCachingOption = Annotated[
     bool,
@@ -55,4 +62,26 @@ ChunkedPrefillOption = Annotated[
     typer.Option(
         "--enable-chunked-prefill/--no-enable-chunked-prefill", help="Compute long prompts in parts."
     ),
+]
+EnforceEagerOption = Annotated[
+    bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs, the same tokens.")
+]
+LoadFormatOption = Annotated[
+    str,
+    typer.Option(help="auto, or dummy: random weights, for which config.json is enough."),
+]
+SchemeOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Of dummy weights: dense, w8a8-int8, w8a16-int8, w8a8-fp8 or w4a16. Default: the model's.",
+        show_default=False,
+    ),
+]
+GroupSizeOption = Annotated[
+    int | None,
+    typer.Option(help="Weights that share a scale (w4a16): 128, 64 or 32.", show_default=False),
+]
+SymmetricOption = Annotated[
+    bool | None,
+    typer.Option("--sym/--asym", help="Without or with zero points (w4a16).", show_default=False),
 ]

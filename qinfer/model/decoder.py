@@ -29,6 +29,7 @@ from qinfer.checkpoint.names import (
 )
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
+from qinfer.model.head import make_head
 from qinfer.model.linear import FileTensors, Linear
 from qinfer.model.parts import Attend, Attention, Mlp, Tap
 from qinfer.model.rotary import Rope, RotaryEmbedding
@@ -126,9 +127,9 @@ class Decoder:
         embedding: Tensor,
         layers: Sequence[Layer],
         norm: Tensor,
-        head: Tensor,
+        head: Linear,
     ) -> None:
-        """`embedding` and `head` [V, H], the same when tied, and `norm` [H]: on one device, of one dtype."""
+        """`embedding` [V, H], `norm` [H] and what `make_head` made: on one device, of one dtype."""
         self.config = config
         self.embedding = embedding
         self.layers = list(layers)
@@ -176,7 +177,7 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Normed hidden states [rows, H] -> [rows, V] float32."""
         config = self.config
-        logits = ops.dense(hidden, self.head).float()
+        logits = self.head(hidden).float()
         if config.logits_divisor != 1.0:
             logits = logits / config.logits_divisor
         if config.logits_softcap is not None:
@@ -196,18 +197,20 @@ def load_decoder(
     *,
     device: torch.device = _CPU,
     dtype: torch.dtype | None = None,
+    lm_head_dtype: str = "auto",
     progress: bool = False,
 ) -> Decoder:
     """Reads the whole model; `dtype` of activations and unquantized weights, the checkpoint's when None.
 
-    Raises CheckpointError naming a tensor that is missing or holds NaN.
+    Raises CheckpointError naming a tensor that is missing or holds NaN, UserError for a `lm_head_dtype` that
+    is not one of head.LM_HEAD_DTYPES.
     """
     config = checkpoint.config
     dtype = dtype or getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
     ends = _filled(checkpoint, global_tensors(config), device, dtype)
     embedding, norm = (ends[f"{config.tensor_prefix}{name}.weight"] for name in ("embed_tokens", "norm"))
-    head = embedding if config.tie_word_embeddings else ends["lm_head.weight"]
+    head = make_head(embedding if config.tie_word_embeddings else ends.pop("lm_head.weight"), lm_head_dtype)
     indices: Iterable[int] = range(config.num_layers)
     if progress:
         indices = tqdm(indices, desc="loading", unit="layer", delay=1.0)

@@ -157,3 +157,16 @@ def test_nan_is_never_written(folder: Path) -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         certificate.write(folder, {"verdict": "PASS", "kl": float("nan")}, {}, "")
     assert not (folder / certificate.CERTIFICATE_NAME).exists()
+
+
+def test_an_int8_head_needs_a_verdict_measured_with_one(folder: Path) -> None:
+    certify(folder)
+    with pytest.raises(
+        GateError, match=r"measured with a dense lm_head.*--against REF --lm-head-dtype int8`"
+    ):
+        require(folder, lm_head_dtype="int8")
+    settings = {"kv_cache_dtype": "bfloat16", "lm_head_dtype": "int8"}
+    contents = {"verdict": "PASS", "reasons": [], "settings": settings}
+    certificate.write(folder, contents, certificate.hash_files(folder), "# PASS\n")
+    assert require(folder, lm_head_dtype="int8").state == "passed"
+    assert require(folder).state == "passed"  # a dense one is nearer to the source

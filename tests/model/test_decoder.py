@@ -58,7 +58,7 @@ def test_each_misshapen_parameter_is_a_named_error(tmp_path: Path) -> None:
 
 def test_tied_head_is_the_embedding_itself(tmp_path: Path) -> None:
     decoder = load_decoder(open_checkpoint(tiny_model("smollm2", tmp_path)))
-    assert decoder.head.data_ptr() == decoder.embedding.data_ptr()
+    assert decoder.head.prepared["weight"].data_ptr() == decoder.embedding.data_ptr()
 
 
 @pytest.mark.parametrize("family", ["gemma2", "granite"])
