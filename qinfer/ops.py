@@ -11,10 +11,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qinfer import backend as _backend
 from qinfer.kernels import activation as _activation
@@ -68,8 +69,24 @@ class Codes:
 
 
 Activations: TypeAlias = Tensor | Codes | Int8Row
-Product: TypeAlias = Tensor | Unscaled
+
+
+class Parts(NamedTuple):
+    """A product on a GPU that cut its inner dimension: partial sums float32 [S, T, N], of `dtype` in all.
+
+    The op that takes them adds them up in their order.
+    """
+
+    sums: Tensor
+    dtype: torch.dtype
+
+
+Product: TypeAlias = Tensor | Unscaled | Parts
 """What a product leaves; `add_rms_norm` takes it as it is, for others `scaled` finishes it."""
+
+
+def _product(y: Tensor, dtype: torch.dtype) -> Tensor | Parts:
+    return Parts(y, dtype) if y.dim() == 3 else y
 
 
 def _is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
@@ -85,7 +102,11 @@ def as_row(codes: torch.dtype | None, x: Activations) -> Activations:
 
 def scaled(product: Product) -> Tensor:
     """A product as numbers [T, N]; its memory is used again."""
-    return product if isinstance(product, Tensor) else product.sums.mul_(product.scale)
+    if isinstance(product, Tensor):
+        return product
+    if isinstance(product, Parts):
+        return _fused_norm.summed(product.sums).to(product.dtype)
+    return product.sums.mul_(product.scale)
 
 
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
@@ -95,6 +116,8 @@ def add_rms_norm(
     x: Product, residual: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """(RMS norm of the new residual, the new residual = residual + multiplier * x); all [T, H]."""
+    if isinstance(x, Parts):
+        return _backend.run(_fused_norm.add_rms_norm_parts, x.sums, residual, weight, eps, offset, multiplier)
     if isinstance(x, Unscaled):
         multiplier *= x.scale
         x = x.sums
@@ -123,6 +146,10 @@ def add_rms_norm_to(
 
     Elsewhere the product makes its own codes.
     """
+    if isinstance(x, Parts):
+        if codes is None:
+            return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
+        x = x.sums
     if isinstance(x, Unscaled):
         multiplier *= x.scale
         x = x.sums
@@ -132,7 +159,7 @@ def add_rms_norm_to(
     if codes is None or not x.is_cuda:
         return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
     values, scale, total = _backend.run(_ADD_NORM_TO[codes], x, residual, weight, eps, offset, multiplier)
-    return Codes(values, scale, x.dtype), total
+    return Codes(values, scale, residual.dtype), total
 
 
 def attention(
@@ -213,9 +240,13 @@ def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_u
 # --- quant: products with quantized weights ----------------------------------------------------------------
 
 
-def dense(x: Tensor, weight: Tensor) -> Tensor:
+# On a GPU a product takes a bias [N], which joins its float32 sums before they are rounded. `in_parts`: who
+# takes the result may get `Parts`; then there is no bias.
+
+
+def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [T, K] @ weight [N, K] transposed -> [T, N], all of one dtype."""
-    return _dense.dense(x, weight)
+    return _dense.dense(x, weight) if bias is None else functional.linear(x, weight, bias)
 
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,17 +282,27 @@ def pack_w8a8_int8(weight: Tensor) -> Tensor:
     return weight.clone()  # what was read lazily is a view of a file, which may change under a long run
 
 
-def w8a8_int8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Product:
+def w8a8_int8(
+    x: Activations,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    in_parts: bool = False,
+) -> Product:
     """x [T, K], weight from `pack_w8a8_int8`, weight_scale [N] -> [T, N] in x's dtype.
 
     Only a row that came quantized, from `as_row` or a norm, leaves its product unscaled.
     """
     if isinstance(x, Int8Row):
         return _int8_row_cpu.product(x, weight, weight_scale)
+    if isinstance(x, Tensor) and x.is_cuda:
+        x = Codes(*int8_per_token(x), x.dtype)
     if isinstance(x, Codes):
-        return _backend.run(_w8a8_int8.w8a8_int8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
-    if x.is_cuda:
-        return _backend.run(_w8a8_int8.w8a8_int8, x, weight, weight_scale)
+        given = x.values, x.scale, weight, weight_scale, x.dtype
+        if in_parts:
+            return _product(_backend.run(_w8a8_int8.w8a8_int8_parts, *given), x.dtype)
+        return _backend.run(_w8a8_int8.w8a8_int8_codes, *given, bias)
     if _is_int8_row(torch.int8, x):
         return scaled(_int8_row_cpu.product(_int8_row_cpu.quantize(x.float()), weight, weight_scale))
     if x.device.type == "cpu" and onednn_int8_is_exact():
@@ -274,10 +315,15 @@ def pack_w8a16_int8(weight: Tensor) -> Tensor:
     return _panels.to_fragments(weight) if weight.is_cuda else weight
 
 
-def w8a16_int8(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def w8a16_int8(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, *, in_parts: bool = False
+) -> Tensor | Parts:
     """x [T, K], weight from `pack_w8a16_int8`, weight_scale [N] in x's dtype -> [T, N] in x's dtype."""
+    if x.is_cuda and in_parts:
+        parts = _backend.run(_w8a16_int8.w8a16_int8_parts, x, weight, weight_scale)
+        return _product(parts, x.dtype)
     if x.is_cuda:
-        return _backend.run(_w8a16_int8.w8a16_int8, x, weight, weight_scale)
+        return _backend.run(_w8a16_int8.w8a16_int8, x, weight, weight_scale, bias)
     return _w8a16_int8_cpu.w8a16_int8_cpu(x, weight, weight_scale)
 
 
@@ -289,13 +335,23 @@ def pack_w8a8_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return _panels.to_panels(weight) if weight.is_cuda else _w8a8_fp8_cpu.widen(weight, dtype)
 
 
-def w8a8_fp8(x: Activations, weight: Tensor, weight_scale: Tensor) -> Tensor:
+def w8a8_fp8(
+    x: Activations,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    in_parts: bool = False,
+) -> Tensor | Parts:
     """x [T, K], weight from `pack_w8a8_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    if isinstance(x, Tensor) and x.is_cuda:
+        x = Codes(*fp8_per_token(x), x.dtype)
     if isinstance(x, Codes):
-        return _backend.run(_w8a8_fp8.w8a8_fp8_codes, x.values, x.scale, weight, weight_scale, x.dtype)
+        given = x.values, x.scale, weight, weight_scale, x.dtype
+        if in_parts:
+            return _product(_backend.run(_w8a8_fp8.w8a8_fp8_parts, *given), x.dtype)
+        return _backend.run(_w8a8_fp8.w8a8_fp8_codes, *given, bias)
     assert isinstance(x, Tensor)
-    if x.is_cuda:
-        return _backend.run(_w8a8_fp8.w8a8_fp8, x, weight, weight_scale)
     return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)
 
 
@@ -308,13 +364,20 @@ def pack_w4a16(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]
     return {"weight": weight, "scale": scale, "zero": zero}
 
 
-def w4a16(x: Tensor, packed: Mapping[str, Tensor]) -> Tensor:
+def w4a16(
+    x: Tensor, packed: Mapping[str, Tensor], bias: Tensor | None = None, *, in_parts: bool = False
+) -> Tensor | Parts:
     """x [T, K] times the 4-bit weight that `pack_w4a16` made ready -> [T, N] in x's dtype."""
     if "nibbles" in packed:
         return _w4a16_cpu.w4a16_cpu(x, **packed)
-    if "words" in packed:
-        return _backend.run(_w4a16.w4a16_fragments, x, packed["words"], packed["scale_zero"])
-    return _backend.run(_w4a16.w4a16, x, packed["weight"], packed["scale"], packed["zero"])
+    if "words" not in packed:
+        y = _backend.run(_w4a16.w4a16, x, packed["weight"], packed["scale"], packed["zero"])
+    elif in_parts:
+        given = x, packed["words"], packed["scale_zero"]
+        return _product(_backend.run(_w4a16.w4a16_parts, *given), x.dtype)
+    else:
+        y = _backend.run(_w4a16.w4a16_fragments, x, packed["words"], packed["scale_zero"])
+    return y if bias is None else y + bias
 
 
 def cpu_paths() -> dict[str, str]:
@@ -348,7 +411,7 @@ def write_kv(k: Tensor, v: Tensor, pages: KVPages, places: Tensor) -> None:
 
 
 def qkv_post(
-    qkv: Tensor,
+    qkv: Tensor | Parts,
     pages: KVPages,
     slots: Tensor,
     *,
@@ -360,9 +423,9 @@ def qkv_post(
 
     Slots [T] as in `kv_places`; cos and sin [T, R] as in `rope`. All float32, rounded once.
     """
-    return _backend.run_in_place(
-        _few_pages, _qkv_post.qkv_post, qkv, pages, slots, rotation=rotation, norms=norms, bias=bias
-    )
+    data = qkv.sums if isinstance(qkv, Parts) else qkv
+    rest: dict[str, Any] = {"rotation": rotation, "norms": norms, "bias": bias, "dtype": qkv.dtype}
+    return _backend.run_in_place(_few_pages, _qkv_post.qkv_post, data, pages, slots, **rest)
 
 
 def _few_pages(*args: Any) -> _backend.Rehearsal:

@@ -19,7 +19,7 @@ from qinfer.model.rotary import Rotation
 class Heads(NamedTuple):
     """The projection [T, (Hq + 2 Hkv) * D], heads in the order q, k, v, and what is still to be done."""
 
-    projected: Tensor
+    projected: Tensor | ops.Parts
     num_kv_heads: int
     head_dim: int
     bias: Tensor | None
@@ -28,7 +28,7 @@ class Heads(NamedTuple):
 
     def turned(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, Hq, D], k and v [T, Hkv, D], possibly views; queries and keys turn together, in one op."""
-        projected, num_kv = self.projected, self.num_kv_heads
+        projected, num_kv = ops.scaled(self.projected), self.num_kv_heads
         if self.bias is not None:
             projected = projected + self.bias
         heads = projected.view(len(projected), -1, self.head_dim)
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
 
     def into_pages(self, pages: ops.KVPages, places: Tensor) -> Tensor:
         """Stores k and v at `places`, from `ops.kv_places`, of the pages; returns q [T, Hq, D]."""
-        if self.projected.is_cuda:
+        if places.is_cuda:
             return ops.qkv_post(
                 self.projected, pages, places, rotation=self.rotation, norms=self.norms, bias=self.bias
             )

@@ -2,7 +2,10 @@
 
 Linears that share their input (q, k, v; gate, up) are one product, which on a CPU saves two of three calls
 and two of three quantizations of the input. Biases belong to the model, not to the scheme: they are added
-afterwards.
+afterwards, or on a GPU by the product.
+
+On a GPU few tokens times a weight are cut along the inputs as well, and whatever takes the product in next,
+as it passes over it anyway, may add up the parts: `product` and `summand` leave that to it.
 
 Where the scheme multiplies 8-bit activations, `codes` says of which kind, so that whoever makes the input may
 quantize it on the way; it may also come as plain numbers.
@@ -48,15 +51,18 @@ class Linear:
         self.codes = CODES[scheme.activations]
 
     def __call__(self, x: ops.Activations) -> Tensor:
-        out = self.product(x)
+        if self.bias is not None and self.bias.is_cuda:
+            return ops.scaled(self.scheme.matmul(x, self.prepared, self.bias))
+        out = ops.scaled(self.scheme.matmul(x, self.prepared))
         return out if self.bias is None else out + self.bias
 
-    def product(self, x: ops.Activations) -> Tensor:
-        """[T, N] without the bias."""
-        return ops.scaled(self.scheme.matmul(x, self.prepared))
+    def product(self, x: ops.Activations) -> Tensor | ops.Parts:
+        """[T, N] without the bias, perhaps not added up yet."""
+        product = self.scheme.matmul(x, self.prepared, in_parts=True)
+        return product if isinstance(product, ops.Parts) else ops.scaled(product)
 
     def summand(self, x: ops.Activations) -> ops.Product:
-        """[T, N] as the residual stream takes it, perhaps not scaled yet."""
+        """[T, N] as the residual stream takes it, perhaps not scaled or added up yet."""
         if self.bias is not None:
             return self(x)
-        return self.scheme.matmul(ops.as_row(self.codes, x), self.prepared)
+        return self.scheme.matmul(ops.as_row(self.codes, x), self.prepared, in_parts=True)

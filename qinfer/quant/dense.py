@@ -48,9 +48,16 @@ class Dense:
     ) -> dict[str, Tensor]:
         return {"weight": tensors["weight"].to(device, dtype)}
 
-    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(
+        self,
+        x: ops.Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> ops.Product:
         assert isinstance(x, Tensor)
-        return ops.dense(x, prepared["weight"])
+        return ops.dense(x, prepared["weight"], bias)
 
     def group(self) -> dict[str, Any] | None:
         return None

@@ -76,8 +76,19 @@ class Scheme(Protocol):
         """File layout -> kernel layout, once, at load; `dtype` is that of the activations to come."""
         ...
 
-    def matmul(self, x: Activations, prepared: Mapping[str, Tensor]) -> Product:
-        """x [T, K] -> [T, N] in x's dtype (no bias); x may be codes where `activations` says so."""
+    def matmul(
+        self,
+        x: Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> Product:
+        """x [T, K] -> [T, N] in x's dtype; x may be codes where `activations` says so.
+
+        bias [N] is for a GPU, whose kernels add it before they round; elsewhere the caller adds it. With
+        `in_parts` a GPU may leave partial sums, of a product without bias.
+        """
         ...
 
     def group(self) -> dict[str, Any] | None:

@@ -108,9 +108,16 @@ class W4A16:
         weight = tensors["weight_packed"].view(torch.uint8)
         return ops.pack_w4a16(weight.to(device), scale.to(device, dtype), zero.to(device, torch.uint8))
 
-    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(
+        self,
+        x: ops.Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> ops.Product:
         assert isinstance(x, Tensor)
-        return ops.w4a16(x, prepared)
+        return ops.w4a16(x, prepared, bias, in_parts=in_parts)
 
     def group(self) -> dict[str, Any] | None:
         return {

@@ -75,9 +75,16 @@ class W8A16Int8:
         weight = ops.pack_w8a16_int8(unpack(packed, 8, int(tensors["weight_shape"][1])))
         return {"weight": weight, "weight_scale": tensors["weight_scale"].flatten().to(device, dtype)}
 
-    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
+    def matmul(
+        self,
+        x: ops.Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> ops.Product:
         assert isinstance(x, Tensor)
-        return ops.w8a16_int8(x, prepared["weight"], prepared["weight_scale"])
+        return ops.w8a16_int8(x, prepared["weight"], prepared["weight_scale"], bias, in_parts=in_parts)
 
     def group(self) -> dict[str, Any] | None:
         return {

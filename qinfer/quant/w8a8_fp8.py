@@ -60,8 +60,15 @@ class W8A8Fp8:
         weight = ops.pack_w8a8_fp8(tensors["weight"].to(device), dtype)
         return {"weight": weight, "weight_scale": tensors["weight_scale"].flatten().to(device, torch.float32)}
 
-    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> Tensor:
-        return ops.w8a8_fp8(x, prepared["weight"], prepared["weight_scale"])
+    def matmul(
+        self,
+        x: ops.Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> ops.Product:
+        return ops.w8a8_fp8(x, prepared["weight"], prepared["weight_scale"], bias, in_parts=in_parts)
 
     def group(self) -> dict[str, Any] | None:
         return {

@@ -67,8 +67,15 @@ class W8A8Int8:
         scale = scale.float() if scale.is_cuda else scale.clone()
         return {"weight": ops.pack_w8a8_int8(tensors["weight"].to(device)), "weight_scale": scale}
 
-    def matmul(self, x: ops.Activations, prepared: Mapping[str, Tensor]) -> ops.Product:
-        return ops.w8a8_int8(x, prepared["weight"], prepared["weight_scale"])
+    def matmul(
+        self,
+        x: ops.Activations,
+        prepared: Mapping[str, Tensor],
+        bias: Tensor | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> ops.Product:
+        return ops.w8a8_int8(x, prepared["weight"], prepared["weight_scale"], bias, in_parts=in_parts)
 
     def group(self) -> dict[str, Any] | None:
         return {
