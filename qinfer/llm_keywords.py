@@ -14,7 +14,7 @@ from qinfer.engine.footprint import parse_size
 from qinfer.engine.options import EngineOptions
 
 # vLLM's keywords that change nothing here, and those that qinfer lacks, with the value that asks for nothing
-_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code", "disable_log_stats"})
+_WITHOUT_EFFECT = frozenset({"trust_remote_code", "disable_log_stats"})
 _ABSENT: dict[str, Any] = {
     "tokenizer_mode": "auto",
     "tokenizer_revision": None,

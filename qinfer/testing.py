@@ -9,7 +9,7 @@ one would pass with a norm forgotten.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ from torch import Tensor
 from qinfer.checkpoint.names import global_tensors, layer_tensors
 from qinfer.config import ModelConfig
 from qinfer.engine.plan import StepPlan
-from qinfer.engine.runner import StepOutput
+from qinfer.engine.runner import Arriving, StepOutput, TokenIds
+from qinfer.engine.sampler import Draw, choose
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 384,
@@ -227,34 +228,39 @@ class FakeRunner:
     """Stands in for the engine's runner: the next tokens are scripted, the plans are kept in `plans`.
 
     `script` is what every sequence says, or makes that from its prompt; the last token is repeated for ever.
-    A scripted token's logit is 20 and all others' 0; the prompt's own logits are all 0.
+    A scripted token's logit is 20 and all others' 0; the prompt's own logits are all 0. With `overlaps`, the
+    engine launches it as it does a GPU.
     """
 
-    def __init__(self, vocab_size: int, script: Script) -> None:
+    def __init__(self, vocab_size: int, script: Script, *, overlaps: bool = False) -> None:
         self.plans: list[StepPlan] = []
+        self.overlaps = overlaps
         self._vocab_size = vocab_size
         self._script = script
         self._prompts: dict[int, list[int]] = {}
 
-    def run(
-        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
-    ) -> StepOutput:
-        """Logits [S, V] of the scripted tokens; asserts that no chunk is empty."""
+    def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
+        """Logits [S, V] of the scripted tokens; asserts that chunks are not empty, pending ones unknown."""
         self.plans.append(plan)
         assert all(chunk.start < chunk.stop for chunk in plan.chunks)
+        assert all((chunk.stop > len(token_ids[chunk.seq_id])) == chunk.pending for chunk in plan.chunks)
         sampled = [chunk for chunk in plan.chunks if chunk.sample]
         logits = torch.zeros(len(sampled), self._vocab_size)
         for row, chunk in zip(logits, sampled, strict=True):
-            ids = list(token_ids[chunk.seq_id])
-            prompt = self._prompts.setdefault(chunk.seq_id, ids)
+            prompt = self._prompts.setdefault(chunk.seq_id, list(token_ids[chunk.seq_id]))
             script = self._script(prompt) if callable(self._script) else self._script
-            row[script[min(len(ids) - len(prompt), len(script) - 1)]] = 20.0
+            row[script[min(chunk.stop - len(prompt), len(script) - 1)]] = 20.0
         kept = {
             chunk.seq_id: torch.zeros(chunk.stop - chunk.start, self._vocab_size)
             for chunk in plan.chunks
             if chunk.seq_id in keep
         }
         return StepOutput(logits, kept)
+
+    def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
+        """`run`, and the tokens that `draw` makes of its logits."""
+        rows, limited = (None, False) if draw is None else (torch.from_numpy(draw.rows), draw.limited)
+        return Arriving(choose(self.run(plan, token_ids).logits, rows, limited=limited))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The kept rows are logits already."""

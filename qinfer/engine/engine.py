@@ -1,12 +1,17 @@
 """The engine: requests in, outputs out, one `step` at a time.
 
-A step asks the scheduler for a plan, runs it, samples, books the tokens and turns them into text:
+A step asks the scheduler for a plan, runs it, and books the tokens:
 
-    plan = scheduler.schedule()          ids and counts
-    out = runner.run(plan, ...)          tensors
-    tokens = sample(out.logits, ...)     one per sequence that has caught up
-    scheduler.commit(plan, tokens)       ids again; ends by id and by count
-    detokenizer.push(token)              text; ends by stop strings
+    plan = scheduler.schedule()            ids and counts
+    launched = runner.launch(plan, ...)    tensors
+    tokens = launched.tokens()             one per sequence that has caught up
+    scheduler.commit(plan, tokens)         ids again; ends by id and by count
+    books.take(...)                        counters, text; ends by stop strings
+
+On a GPU, which must not wait for all that, `step` launches its plan first and then books the one before,
+which has ended or is about to: everything but launching happens while the device works. Tokens are seen one
+step later, nothing else differs. Where a request's next token depends on its last ones by more than the model
+(`looks_back`: penalties, forbidden words, log-probabilities to tell), the step is booked at once.
 
 The engine is single-threaded and knows nothing of time but its stamps. `AsyncLLM` puts it on a thread, `LLM`
 calls `step` until all is done.
@@ -19,11 +24,13 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from qinfer.engine import admission
+from qinfer.engine.books import Books
 from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, EngineStats, StepLimits, settle_limits
@@ -31,20 +38,28 @@ from qinfer.engine.pages import PagePool
 from qinfer.engine.plan import Chunk, StepPlan
 from qinfer.engine.request import Request
 from qinfer.engine.request import Sequence as TokenSequence
-from qinfer.engine.runner import Runner, StepRunner
-from qinfer.engine.sampler import Sampled, Spell, describe, sample, slice_rows
+from qinfer.engine.runner import Launched, Runner, StepRunner
+from qinfer.engine.sampler import Sampled, Spell, describe, draw_of, sample, slice_rows
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.sizing import size_pool
-from qinfer.engine.warmup import warm_up
+from qinfer.engine.warmup import make_ready
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
-from qinfer.tokenizer import Detokenizer, Tokenizer
+from qinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time when prompts are scored on a CPU
+
+
+class _UnderWay(NamedTuple):
+    """A step that was launched and is not yet booked; `sequences` are those of its chunks."""
+
+    plan: StepPlan
+    sequences: list[TokenSequence]
+    launched: Launched
 
 
 class Engine:
@@ -80,8 +95,8 @@ class Engine:
         if runner is None:
             device = decoder.device
             pool = KVPool(config, num_pages, page_size, kv_cache_dtype, scales=kv_scales, device=device)
-            runner = Runner(decoder, pool)
-            warm_up(runner, self.limits)
+            runner = Runner(decoder, pool, self.limits)
+            make_ready(runner, eager=options.enforce_eager)
         self.runner = runner
         self.pages = PagePool(num_pages, page_size, caching=options.enable_prefix_caching)
         self.scheduler = Scheduler(self.limits, self.pages)
@@ -94,9 +109,10 @@ class Engine:
         self._seq_ids = count()
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, TokenSequence] = {}
-        self._detokenizers: dict[int, Detokenizer] = {}
+        self._books = Books(tokenizer)
+        self._under_way: _UnderWay | None = None
+        self._may_look_back: set[str] = set()  # requests of which a sequence may
         self._scored_pages: list[int] = []  # held by prompt_logits
-        self._prompt_tokens = self._cached_tokens = self._generation_tokens = 0
 
     def add(
         self,
@@ -131,6 +147,8 @@ class Engine:
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()
         self._requests[request_id] = request
+        if request.looks_back or request.rules.min_tokens:
+            self._may_look_back.add(request_id)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             seq = TokenSequence(next(self._seq_ids), request, index, seed + index, list(prompt_ids))
@@ -139,29 +157,40 @@ class Engine:
             self.scheduler.add(seq)
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step and returns the requests that it changed, with all that they have so far.
+        """Runs one step and returns the requests that changed, with all that they have so far.
 
-        Requests that want their output once (FINAL_ONLY) appear when they have finished.
+        On a GPU those are what the step before changed. Requests that want their output once (FINAL_ONLY)
+        appear when they have finished.
         """
         plan = self.scheduler.schedule()
         changed = self.scheduler.take_outgrown()
         for seq in changed:
             self._end(seq)
-        if plan.chunks:
-            changed += self._run(plan)
+        sequences = self._sequences_of(plan)
+        before, self._under_way = self._under_way, None
+        at_once = not self.runner.overlaps or self._looks_back(sequences)
+        if sequences and not at_once:
+            self._under_way = self._launch(plan, sequences)
+        if before is not None:
+            changed += self._book(before)
+        if sequences and at_once:
+            changed += self._run(plan, sequences)
         if not self.has_unfinished():
+            self._under_way = None  # it brings nothing that anybody waits for
             self.pages.check([self._scored_pages])
         return self._outputs(changed)
 
     def abort(self, request_id: str) -> None:
         """Ends a request without an output; an unknown or finished one is no mistake."""
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return
         for seq in request.sequences:
             if seq.finish_reason is None:
                 self.scheduler.finish(seq, "abort")
-            self._forget(seq)
+            self._books.forget(seq)
+            self._sequences.pop(seq.seq_id, None)
+        self._forget(request)
 
     def has_unfinished(self) -> bool:
         """Whether another step has anything to do."""
@@ -208,38 +237,70 @@ class Engine:
             kv_usage=1 - pages.num_free / pages.num_pages,
             kv_tokens=pages.num_pages * pages.page_size,
             num_preemptions=scheduler.num_preemptions,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            generation_tokens=self._generation_tokens,
+            prompt_tokens=self._books.prompt_tokens,
+            cached_tokens=self._books.cached_tokens,
+            generation_tokens=self._books.generation_tokens,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
         )
 
-    def _run(self, plan: StepPlan) -> list[TokenSequence]:
-        """Runs a plan that has chunks; returns the sequences that were to get a token."""
+    def _sequences_of(self, plan: StepPlan) -> list[TokenSequence]:
+        """Of the chunks, stamped where it is their first step."""
         now = time.monotonic()
         sequences = [self._sequences[chunk.seq_id] for chunk in plan.chunks]
         for seq in sequences:
             if not seq.request.metrics.scheduled_ts:
                 seq.request.metrics.scheduled_ts = now
+        return sequences
+
+    def _looks_back(self, sequences: list[TokenSequence]) -> bool:
+        return bool(self._may_look_back) and any(seq.looks_back for seq in sequences)
+
+    def _launch(self, plan: StepPlan, sequences: list[TokenSequence]) -> _UnderWay:
+        """Starts a plan, tokens included."""
+        draw = draw_of(_sampled_of(plan, sequences))
+        token_ids = {seq.seq_id: seq.token_ids for seq in sequences}
+        return _UnderWay(plan, sequences, self.runner.launch(plan, token_ids, draw))
+
+    def _book(self, step: _UnderWay) -> list[TokenSequence]:
+        """Waits for a step and books it; returns the sequences that it changed."""
+        sampled = [Sampled(max(token, 0), broken=token < 0) for token in step.launched.tokens()]
+        return self._commit(step.plan, _sampled_of(step.plan, step.sequences), sampled)
+
+    def _run(self, plan: StepPlan, sequences: list[TokenSequence]) -> list[TokenSequence]:
+        """Runs and books a plan; returns the sequences that it changed."""
         scored = frozenset(seq.seq_id for seq in sequences if seq.scores_prompt)
         out = self.runner.run(plan, {seq.seq_id: seq.token_ids for seq in sequences}, scored)
         for seq, chunk in zip(sequences, plan.chunks, strict=True):
             if seq.seq_id in scored:
                 self._score_prompt(seq.request, chunk, out.hidden[seq.seq_id])
-        ready = [seq for seq, chunk in zip(sequences, plan.chunks, strict=True) if chunk.sample]
-        sampled = sample(out.logits, ready, self._spell) if ready else []
-        results = {seq.seq_id: result for seq, result in zip(ready, sampled, strict=True)}
+        ready = _sampled_of(plan, sequences)
+        return self._commit(plan, ready, sample(out.logits, ready, self._spell) if ready else [])
+
+    def _commit(
+        self, plan: StepPlan, ready: list[TokenSequence], sampled: list[Sampled]
+    ) -> list[TokenSequence]:
+        """Books a step's tokens, but for sequences that have ended meanwhile; returns the others."""
+        results = {
+            seq.seq_id: result
+            for seq, result in zip(ready, sampled, strict=True)
+            if seq.finish_reason is None
+        }
         tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
         now = time.monotonic()
         for seq in self.scheduler.commit(plan, tokens):
-            self._take(seq, results[seq.seq_id], now)
-        for seq in ready:
+            stop = self._books.take(seq, results[seq.seq_id], now)
+            if stop is not None:
+                self.scheduler.finish(seq, "stop", stop)
+            if seq.finish_reason is not None:
+                self._end(seq)
+        changed = [seq for seq in ready if seq.seq_id in results]
+        for seq in changed:
             if results[seq.seq_id].broken:
                 logger.error("request %s ends: its logits are not numbers", seq.request.request_id)
                 self.scheduler.finish(seq, "error")
                 self._end(seq)
-        return ready
+        return changed
 
     def _score_prompt(self, request: Request, chunk: Chunk, hidden: Tensor) -> None:
         """Adds log-probabilities of the prompt tokens that follow the chunk's rows."""
@@ -252,64 +313,16 @@ class Engine:
             ids = torch.tensor(part, device=logits.device)
             request.prompt_logprobs += describe(logits, ids, wanted, self._spell)
 
-    def _take(self, seq: TokenSequence, sampled: Sampled, now: float) -> None:
-        """Books a token that the scheduler has appended: text, log-probabilities, counters, stamps."""
-        request = seq.request
-        self._count(seq, now)
-        if sampled.logprobs is not None:
-            seq.logprobs.append(sampled.logprobs)
-            seq.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
-        detokenizer = self._detokenizer(seq)
-        hidden = seq.finish_reason == "stop" and not request.params.include_stop_str_in_output
-        if detokenizer is not None and not hidden:
-            detokenizer.push([sampled.token_id])
-            seq.text = detokenizer.text
-            if detokenizer.stop_reason is not None:
-                self.scheduler.finish(seq, "stop", detokenizer.stop_reason)
-        if seq.finish_reason is not None:
-            self._end(seq)
-
-    def _count(self, seq: TokenSequence, now: float) -> None:
-        request, metrics = seq.request, seq.request.metrics
-        self._generation_tokens += 1
-        metrics.num_generation_tokens += 1
-        metrics.last_token_ts = now
-        if not metrics.first_token_ts:
-            metrics.first_token_ts = now
-            metrics.first_token_latency = time.time() - metrics.arrival_time
-            self._prompt_tokens += len(request.prompt_ids)
-            self._cached_tokens += request.num_cached or 0
-
-    def _detokenizer(self, seq: TokenSequence) -> Detokenizer | None:
-        params = seq.request.params
-        if self._tokenizer is None or not params.detokenize:
-            return None
-        found = self._detokenizers.get(seq.seq_id)
-        if found is None:
-            found = self._detokenizers[seq.seq_id] = Detokenizer(
-                self._tokenizer,
-                seq.request.prompt_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-                stop=params.stop_strings,
-                include_stop_str_in_output=params.include_stop_str_in_output,
-                min_tokens=params.min_tokens,
-            )
-        return found
-
     def _end(self, seq: TokenSequence) -> None:
         """Last things of a sequence that the scheduler has ended."""
-        detokenizer = self._detokenizers.get(seq.seq_id)
-        if detokenizer is not None:
-            detokenizer.finish()
-            seq.text = detokenizer.text
-        self._forget(seq)
-        if seq.request.finished:
-            self._requests.pop(seq.request.request_id, None)
-
-    def _forget(self, seq: TokenSequence) -> None:
+        self._books.end(seq)
         self._sequences.pop(seq.seq_id, None)
-        self._detokenizers.pop(seq.seq_id, None)
+        if seq.request.finished:
+            self._forget(seq.request)
+
+    def _forget(self, request: Request) -> None:
+        self._requests.pop(request.request_id, None)
+        self._may_look_back.discard(request.request_id)
 
     def _outputs(self, changed: list[TokenSequence]) -> list[RequestOutput]:
         requests = dict.fromkeys(seq.request for seq in changed)
@@ -318,3 +331,8 @@ class Engine:
             for request in requests
             if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
         ]
+
+
+def _sampled_of(plan: StepPlan, sequences: list[TokenSequence]) -> list[TokenSequence]:
+    """Those of a plan's sequences that get a token, in its order."""
+    return [seq for seq, chunk in zip(sequences, plan.chunks, strict=True) if chunk.sample]

@@ -32,6 +32,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.92
     seed: int = 0
     max_logprobs: int = 20  # -1: no limit
+    enforce_eager: bool = False  # on a GPU: no CUDA graphs
 
     def __post_init__(self) -> None:
         sizes: tuple[str, ...] = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
@@ -43,6 +44,7 @@ class EngineOptions:
         check_flags(
             enable_prefix_caching=self.enable_prefix_caching,
             enable_chunked_prefill=self.enable_chunked_prefill,
+            enforce_eager=self.enforce_eager,
         )
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise UserError(f"block_size must be a power of two, not {self.block_size}", "block_size")

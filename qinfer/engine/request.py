@@ -2,8 +2,10 @@
 
 A `Request` is what a user sent; each of its `n` continuations is a `Sequence`, which the scheduler treats on
 its own. A sequence is its token ids, prompt and output in one list, and how many of them have been computed,
-that is: have their K and V in its pages. Preempting it means forgetting the pages and the count, nothing
-else; its tokens and text stay, and what is recomputed later is the same list.
+that is: have their K and V in its pages, or will have after the steps that are under way. Those steps may add
+tokens that nobody has seen yet; they are only counted. Preempting a sequence means forgetting the pages and
+the count of what is computed, nothing else; its tokens and text stay, and what is recomputed later is the
+same list.
 """
 
 from __future__ import annotations
@@ -50,6 +52,18 @@ class Request:
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     @property
+    def looks_back(self) -> bool:
+        """Whether what a sequence may say next, or shows of it, takes more than a draw from its logits.
+
+        Then a step is booked before the next is planned.
+        """
+        p = self.params
+        plain = p.repetition_penalty == 1.0 and p.frequency_penalty == p.presence_penalty == 0.0
+        limited = self.bad_words or p.logit_bias or p.allowed_token_ids is not None
+        asks = p.logprobs is not None or p.prompt_logprobs is not None
+        return not plain or bool(limited) or asks
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether prompt positions remain whose log-probabilities are wanted."""
         wanted = self.params.prompt_logprobs is not None
@@ -80,6 +94,9 @@ class Sequence:
     seed: int
     token_ids: list[int]  # prompt and output
     num_computed: int = 0
+    num_pending: int = 0  # tokens that steps under way will add
+    lane: int = -1  # the runner's place for it, while it runs
+    new_pages: bool = False  # since its last chunk
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)  # of full pages, as far as they were needed
     num_published: int = 0  # leading pages that the prefix cache knows
@@ -100,7 +117,24 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose K and V have not been computed; at least one while the sequence lives."""
-        return len(self.token_ids) - self.num_computed
+        return self.length - self.num_computed
+
+    @property
+    def length(self) -> int:
+        """Tokens, those included that steps under way will add."""
+        return len(self.token_ids) + self.num_pending
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the steps under way bring the last token that it may have."""
+        return self.num_pending > 0 and self.num_output + self.num_pending >= self.request.rules.max_tokens
+
+    @property
+    def looks_back(self) -> bool:
+        """As the request does, or because some tokens may not end it yet."""
+        rules = self.request.rules
+        early = self.num_output + self.num_pending <= rules.min_tokens and bool(rules.blocked_ids)
+        return early or self.request.looks_back
 
     @property
     def scores_prompt(self) -> bool:

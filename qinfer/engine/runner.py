@@ -1,34 +1,44 @@
-"""From a plan of ints to logits: makes the step's tensors, runs the decoder over the pages.
+"""From a plan of ints to logits or tokens: makes the step's tensors, runs the decoder over the pages.
 
-All chunks of a step lie one after the other in one row of tokens; decode is a chunk of length one, and
-nothing here asks which is which. `PagedAttend` is what the decoder calls in every layer: it writes the
-layer's K and V into their slots, then attends through the pages.
+All chunks of a step lie one after the other in one row of tokens; decode is a chunk of length one.
+`PagedAttend` is what the decoder calls in every layer: it writes the layer's K and V into their slots, then
+attends through the pages.
+
+`run` gives logits, for whoever has more to do with them. `launch` chooses the tokens as well and waits for
+nothing: they stay on the device, where the next step finds them, and come to the host on the way. On a GPU
+all steps go one after the other through one stream; that order is what makes it safe to plan ahead.
+
+Decode steps on a GPU are padded to a few sizes (`inputs.bucket`) and replayed as CUDA graphs where those were
+captured (`graphs.py`). Without them the same kernels run with the same padding: the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from qinfer import ops
+from qinfer import backend, ops
+from qinfer.engine.graphs import DecodeGraphs
+from qinfer.engine.inputs import (
+    DecodeBuffers,
+    StepInputs,
+    Tables,
+    bucket,
+    is_decode,
+    step_arrays,
+    step_inputs,
+)
 from qinfer.engine.kv_pool import KVPool
+from qinfer.engine.options import StepLimits
 from qinfer.engine.plan import StepPlan
+from qinfer.engine.sampler import Draw, choose
 from qinfer.model.decoder import Decoder
 from qinfer.model.heads import Heads
 
-
-class StepInputs(NamedTuple):
-    """One step's tensors, int64: T tokens of B chunks."""
-
-    token_ids: Tensor  # [T]
-    positions: Tensor  # [T], within each sequence
-    slots: Tensor  # [T]: page * PAGE + offset
-    batch: ops.PagedBatch
-    sample_rows: Tensor  # rows of [T] whose next token is to be chosen, in the plan's order
+TokenIds = Mapping[int, Sequence[int]]  # of each sequence, as far as they are known
 
 
 class StepOutput(NamedTuple):
@@ -38,63 +48,30 @@ class StepOutput(NamedTuple):
     hidden: Mapping[int, Tensor]
 
 
+class Launched(Protocol):
+    """A step that is under way."""
+
+    def tokens(self) -> list[int]:
+        """Tokens of the sampled chunks, in the plan's order, -1 for NaN; waits for the step."""
+        ...
+
+
 class StepRunner(Protocol):
     """What the engine needs of a model; `testing.FakeRunner` is the other one."""
 
-    def run(
-        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
-    ) -> StepOutput:
+    overlaps: bool  # whether the next step is to be planned and launched while one runs
+
+    def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
         """Runs a plan; `token_ids` by sequence id; hidden rows are kept for the sequences in `keep`."""
+        ...
+
+    def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Launched:
+        """Starts a plan and the choice of its tokens; `draw` is None where all are greedy."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Kept rows [rows, H] -> [rows, V] float32."""
         ...
-
-
-def step_inputs(
-    plan: StepPlan, token_ids: Mapping[int, Sequence[int]], page_size: int, device: torch.device
-) -> StepInputs:
-    """Tensors of a plan that has at least one chunk."""
-    chunks = plan.chunks
-    ids = [token for c in chunks for token in token_ids[c.seq_id][c.start : c.stop]]
-    lengths = np.array([c.stop - c.start for c in chunks])
-    stops = np.array([c.stop for c in chunks])
-    query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=query_starts[1:])
-    table = np.zeros((len(chunks), max(len(c.pages) for c in chunks)), dtype=np.int64)
-    for row, chunk in zip(table, chunks, strict=True):
-        row[: len(chunk.pages)] = chunk.pages
-    owner = np.repeat(np.arange(len(chunks)), lengths)
-    positions = np.arange(len(ids)) + np.repeat(stops - query_starts[1:], lengths)
-    slots = table[owner, positions // page_size] * page_size + positions % page_size
-    last_rows = query_starts[1:] - 1
-    arrays = (
-        np.array(ids, dtype=np.int64),
-        positions,
-        slots,
-        table,
-        stops,
-        query_starts,
-        last_rows[[c.sample for c in chunks]],
-    )
-    token, position, slot, *batch, sample_rows = _on_device(arrays, device)
-    return StepInputs(token, position, slot, ops.PagedBatch(*batch), sample_rows)
-
-
-def _on_device(arrays: Sequence[np.ndarray[Any, Any]], device: torch.device) -> list[Tensor]:
-    """int64 arrays as tensors; to a GPU in one copy, each beginning at a multiple of 16 bytes there."""
-    if device.type == "cpu":
-        return [torch.from_numpy(array) for array in arrays]
-    starts = np.cumsum([0, *(array.size + array.size % 2 for array in arrays)])
-    together = np.zeros(starts[-1], dtype=np.int64)
-    for array, start in zip(arrays, starts, strict=False):
-        together[start : start + array.size] = array.ravel()
-    moved = torch.from_numpy(together).to(device)
-    return [
-        moved[start : start + array.size].view(array.shape)
-        for array, start in zip(arrays, starts, strict=False)
-    ]
 
 
 class PagedAttend:
@@ -126,31 +103,88 @@ class PagedAttend:
         return ops.paged_attention(q, pages, groups, scale=scale, softcap=softcap)
 
 
-class Runner:
-    """A decoder with its pages."""
+class Arriving:
+    """Tokens [S] on their way from a device to the host."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool) -> None:
+    def __init__(self, ids: Tensor) -> None:
+        self._ids = ids
+        self._event: torch.cuda.Event | None = None
+        if ids.is_cuda:
+            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+            self._ids.copy_(ids, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def tokens(self) -> list[int]:
+        """As in `Launched`."""
+        if self._event is not None:
+            self._event.synchronize()
+        found: list[int] = self._ids.tolist()
+        return found
+
+
+class Runner:
+    """A decoder with its pages; `graphs` are of decode steps, None until `graphs.capture` made them."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, limits: StepLimits) -> None:
         self.decoder = decoder
         self.pool = pool
+        self.limits = limits
+        self.overlaps = decoder.device.type != "cpu"
+        self.graphs: DecodeGraphs | None = None
+        self._tables = Tables(limits)
+        self.buffers = DecodeBuffers(self._tables, decoder.device) if self.overlaps else None
+        # the last token of each lane, and of padded rows
+        self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=decoder.device)
 
     @torch.inference_mode()
-    def run(
-        self, plan: StepPlan, token_ids: Mapping[int, Sequence[int]], keep: frozenset[int] = frozenset()
-    ) -> StepOutput:
+    def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
         """Computes the plan's tokens, whose K and V are in the pages afterwards."""
-        inputs = step_inputs(plan, token_ids, self.pool.page_size, self.decoder.device)
-        attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, attend)
+        hidden, inputs = self._hidden(plan, token_ids, None)
         kept: dict[int, Tensor] = {}
-        row = 0
+        row = num_sampled = 0
         for chunk in plan.chunks:
             stop = row + chunk.stop - chunk.start
             if chunk.seq_id in keep:
                 kept[chunk.seq_id] = hidden[row:stop]
             row = stop
-        return StepOutput(self.decoder.logits(hidden[inputs.sample_rows]), kept)
+            num_sampled += chunk.sample
+        return StepOutput(self._sampled_logits(hidden, inputs)[:num_sampled], kept)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
+        """As `run`, and chooses the tokens; nothing waits for the device."""
+        hidden, inputs = self._hidden(plan, token_ids, draw)
+        logits = self._sampled_logits(hidden, inputs)
+        ids = choose(logits, inputs.draw, limited=draw is not None and draw.limited)
+        lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
+        self._last.index_copy_(0, lanes, ids.clamp(min=0))
+        return Arriving(ids[: sum(chunk.sample for chunk in plan.chunks)])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Kept rows [rows, H] -> [rows, V] float32."""
         return self.decoder.logits(hidden)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> Tensor:
+        """A step's tensors -> hidden states after the final norm [T, H]."""
+        last = self._last[inputs.lanes]
+        token_ids = torch.where(inputs.token_ids < 0, last, inputs.token_ids)
+        attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
+        return self.decoder.forward(token_ids, inputs.positions, attend)
+
+    def _hidden(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> tuple[Tensor, StepInputs]:
+        arrays = step_arrays(plan, token_ids, self._tables)
+        if self.buffers is None or not backend.runs_kernels() or not is_decode(plan):
+            inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
+            return self.forward(inputs), inputs
+        size = bucket(len(plan.chunks), self.limits.max_num_seqs)
+        inputs = self.buffers.fill(arrays, draw, size)
+        if self.graphs is None:
+            return self.forward(inputs), inputs
+        return self.graphs.replay(size), inputs
+
+    def _sampled_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+        """Of a decode step's padded rows too."""
+        return self.decoder.logits(hidden if inputs.sample_rows is None else hidden[inputs.sample_rows])

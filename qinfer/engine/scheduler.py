@@ -11,13 +11,18 @@ pages go (their contents stay in the prefix cache as long as nobody takes them),
 queue and is computed again later. So every running sequence has arrived before every waiting one, the oldest
 always makes progress, and nobody starves. A sequence that alone needs more pages than exist ends with
 "length"; one whose prompt does is refused by `Engine.add`.
+
+A plan may be made before the plan in front of it has been booked, so that a GPU always has work: then the
+tokens to come are counted, though not known (`Sequence.num_pending`). A sequence that ends by such a token is
+in one more plan, whose result for it is dropped. Its pages are free at once: the device runs steps in order,
+so whoever gets them next writes after that last step has written. Only pages of known tokens get a name in
+the prefix cache.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from itertools import islice
 
 from qinfer.engine.options import StepLimits
 from qinfer.engine.pages import PagePool, page_key
@@ -26,7 +31,7 @@ from qinfer.engine.request import Sequence
 
 
 class Scheduler:
-    """Queues of sequences over a pool of pages; `schedule`, run the plan, `commit`."""
+    """Queues of sequences over a pool of pages; `schedule`, run the plan, `commit`; all plans are run."""
 
     def __init__(self, limits: StepLimits, pages: PagePool) -> None:
         self.limits = limits
@@ -37,9 +42,12 @@ class Scheduler:
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0
         self._outgrown: list[Sequence] = []
+        self._alive: dict[int, Sequence] = {}
+        self._lanes = list(range(limits.max_num_seqs - 1, -1, -1))  # free ones, taken from the end
 
     def add(self, seq: Sequence) -> None:
         """Puts a new sequence at the end of the queue."""
+        self._alive[seq.seq_id] = seq
         self.waiting.append(seq)
 
     def schedule(self) -> StepPlan:
@@ -56,17 +64,18 @@ class Scheduler:
         return StepPlan(tuple(chunks))
 
     def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Sequence]:
-        """Books a step that has run; `sampled` has the tokens of chunks with `sample`, by sequence.
+        """Books a step that has run, in order; `sampled` has the tokens of chunks with `sample`, by sequence.
 
-        Returns the sequences that got one, in the plan's order; those that it ended have left.
+        Returns the sequences that got one, in the plan's order; those that it ended have left. A token of one
+        that has ended since the plan was made is dropped.
         """
-        by_id = {seq.seq_id: seq for seq in self.running}
         grown = []
         for chunk in plan.chunks:
-            seq = by_id[chunk.seq_id]
-            seq.num_computed = chunk.stop
-            if chunk.seq_id in sampled:
+            if chunk.sample and chunk.seq_id in sampled and chunk.seq_id in self._alive:
+                seq = self._alive[chunk.seq_id]
+                seq.num_pending -= 1
                 seq.append(sampled[chunk.seq_id])
+                self._publish(seq)
                 grown.append(seq)
         for seq in grown:
             if seq.finish_reason is not None:
@@ -76,11 +85,11 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence and returns its pages; one that has left already just gets the reason."""
         seq.finish_reason, seq.stop_reason = reason, stop_reason
-        self.pages.release(seq.pages)
-        seq.pages = []
-        if seq in self.running:
-            self.running.remove(seq)
-        elif seq in self.waiting:
+        if self._alive.pop(seq.seq_id, None) is None:
+            return
+        if seq.lane >= 0:
+            self._leave(seq)
+        else:
             self.waiting.remove(seq)
 
     def take_outgrown(self) -> list[Sequence]:
@@ -92,19 +101,25 @@ class Scheduler:
         i = 0
         while i < len(self.running):
             seq = self.running[i]
-            if seq.num_remaining > 1:
+            if seq.num_remaining > 1 or self._waits(seq):
                 i += 1
             elif self._grow(seq):
                 budget -= self._schedule_chunk(seq, 1, chunks)
                 i += 1
         return budget
 
+    def _waits(self, seq: Sequence) -> bool:
+        """Whether the tokens to come are its last: by count, or because no pool holds another."""
+        return seq.num_pending > 0 and (
+            seq.is_complete or self.pages.pages_for(seq.length) > self.pages.num_pages
+        )
+
     def _grow(self, seq: Sequence) -> bool:
         """Gets the page for the sequence's last token where it needs one; False: it runs no longer."""
         if self._has_outgrown(seq):
             return False
         pages = self.pages
-        needed = pages.pages_for(len(seq.token_ids))
+        needed = pages.pages_for(seq.length)
         if needed > len(seq.pages):
             while not pages.num_free:
                 victim = self.running[-1]
@@ -112,39 +127,56 @@ class Scheduler:
                 if victim is seq:
                     return False
             seq.pages += pages.allocate(1)
+            seq.new_pages = True
         return True
 
     def _has_outgrown(self, seq: Sequence) -> bool:
         """Whether no pool of this size could hold the sequence, which then ends here."""
-        if self.pages.pages_for(len(seq.token_ids)) <= self.pages.num_pages:
+        if self.pages.pages_for(seq.length) <= self.pages.num_pages:
             return False
         self.finish(seq, "length")
         self._outgrown.append(seq)
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.pages.release(seq.pages)
+        self._leave(seq)
         seq.rewind()
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
         seq.request.metrics.num_preemptions += 1
 
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a running sequence's pages and lane."""
+        self.running.remove(seq)
+        self.pages.release(seq.pages)
+        self._lanes.append(seq.lane)
+        seq.pages, seq.lane = [], -1
+
     def _schedule_chunk(self, seq: Sequence, count: int, chunks: list[Chunk]) -> int:
         start, stop = seq.num_computed, seq.num_computed + count
-        size = self.pages.page_size
-        if self.pages.caching and stop // size > seq.num_published:
-            keys = self._keys(seq, stop // size)
-            for i in range(seq.num_published, stop // size):
-                self.pages.publish(seq.pages[i], keys[i])
-            seq.num_published = stop // size
-        pages = tuple(islice(seq.pages, self.pages.pages_for(stop)))
-        chunks.append(Chunk(seq.seq_id, start, stop, pages, sample=stop == len(seq.token_ids)))
+        sample = stop == seq.length
+        seq.num_computed = stop
+        self._publish(seq)
+        pending = stop > len(seq.token_ids)
+        chunks.append(Chunk(seq.seq_id, start, stop, seq.pages, sample, seq.lane, pending, seq.new_pages))
+        seq.new_pages = False
+        seq.num_pending += sample
         return count
+
+    def _publish(self, seq: Sequence) -> None:
+        """Gives the prefix cache the pages whose tokens are known and computed, or are in the next plan."""
+        count = min(seq.num_computed, len(seq.token_ids)) // self.pages.page_size
+        if self.pages.caching and count > seq.num_published:
+            keys = self._keys(seq, count)
+            for i in range(seq.num_published, count):
+                self.pages.publish(seq.pages[i], keys[i])
+            seq.num_published = count
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.limits.max_num_seqs:
             seq = self.waiting[0]
+            if seq.num_pending:  # preempted in this very step
+                return
             if self._has_outgrown(seq):
                 continue
             hit = self._find(seq)
@@ -165,6 +197,7 @@ class Scheduler:
         seq.pages = hit + self.pages.allocate(new)
         seq.num_computed = len(hit) * self.pages.page_size
         seq.num_published = len(hit)
+        seq.lane, seq.new_pages = self._lanes.pop(), True
         self.running.append(seq)
         request = seq.request
         if seq.num_output == 0 and not request.metrics.num_preemptions:

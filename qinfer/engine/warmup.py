@@ -13,18 +13,22 @@ from collections.abc import Iterator
 import torch
 
 from qinfer import backend, ops
+from qinfer.engine.graphs import capture
 from qinfer.engine.options import StepLimits
 from qinfer.engine.plan import Chunk, StepPlan
 from qinfer.engine.runner import Runner
 
 
-def warm_up(runner: Runner, limits: StepLimits) -> None:
-    """Compiles the kernels of every step within `limits`, where there are any that run unchecked."""
-    chosen = backend.settings()
-    if runner.decoder.device.type == "cpu" or chosen.backend == "torch" or chosen.check:
-        return  # a check would compare garbage
+def make_ready(runner: Runner, *, eager: bool) -> None:
+    """Captures the graphs of a runner whose kernels are compiled; none where `eager` or ops run meanings."""
+    if not eager and runner.decoder.device.type != "cpu" and backend.runs_kernels():
+        runner.graphs = capture(runner)
+
+
+def compile_kernels(runner: Runner) -> None:
+    """Compiles the kernels of every step within the runner's limits."""
     with backend.compiling_ahead():
-        for plan in plans(limits):
+        for plan in plans(runner.limits):
             ids = {chunk.seq_id: [0] * chunk.stop for chunk in plan.chunks}
             logits = runner.run(plan, ids).logits
             _ask_for_tokens(logits)
@@ -33,17 +37,33 @@ def warm_up(runner: Runner, limits: StepLimits) -> None:
 def plans(limits: StepLimits) -> Iterator[StepPlan]:
     """Steps of single tokens for up to max_num_seqs sequences, then of prompts; all in page 1."""
     for count in sizes(limits.max_num_seqs):
-        yield StepPlan(tuple(Chunk(i, 0, 1, (1,), sample=True) for i in range(count)))
-    for count in sizes(limits.max_num_batched_tokens):
+        yield StepPlan(tuple(Chunk(i, 0, 1, (1,), sample=True, lane=i) for i in range(count)))
+    for count in sizes(min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)):
         starts = range(0, count, limits.max_model_len)
         lengths = [min(limits.max_model_len, count - start) for start in starts]
         if max(lengths) > 1:
             yield StepPlan(
                 tuple(
-                    Chunk(i, 0, length, (1,) * -(-length // limits.block_size), sample=True)
+                    Chunk(i, 0, length, (1,) * -(-length // limits.block_size), sample=True, lane=i)
                     for i, length in enumerate(lengths)
                 )
             )
+
+
+def largest_step(limits: StepLimits) -> StepPlan:
+    """The step that takes most memory: all sequences, all tokens, the end of the longest prompt.
+
+    For `Runner.run` or `launch` with any ids, all in page 1; what it leaves there is nobody's.
+    """
+    spare = limits.max_num_batched_tokens - limits.max_num_seqs
+    chunks = []
+    for i in range(limits.max_num_seqs):
+        length = 1 + min(spare, limits.max_model_len - 1)
+        spare -= length - 1
+        stop = length if i else limits.max_model_len
+        pages = (1,) * -(-stop // limits.block_size)
+        chunks.append(Chunk(i, stop - length, stop, pages, sample=True, lane=i))
+    return StepPlan(tuple(chunks))
 
 
 def sizes(largest: int) -> Iterator[int]:
