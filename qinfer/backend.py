@@ -182,6 +182,8 @@ def _checked(
     result = twin(*args, **kwargs)
     found, wanted = _tensors((result, rehearsal.actual())), _tensors((expected, rehearsal.written))
     for ours, theirs in zip(found, wanted, strict=True):
+        if ours.dim() == 3 and theirs.dim() == 2:  # a product in parts, compared by what they add up to
+            ours = ours.sum(0).to(theirs.dtype)
         error = difference(ours, theirs)
         if not error <= CHECK_LIMIT:
             raise RuntimeError(
