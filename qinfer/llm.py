@@ -36,6 +36,7 @@ from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.model.decoder import load_decoder
 from qinfer.outputs import RequestOutput
 from qinfer.progress import Progress, ProgressBar
+from qinfer.quant import Dense, Scheme
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.source import Weights, find_tokenizer, judge, open_model
 from qinfer.tokenizer import Tokenizer
@@ -56,7 +57,8 @@ DTYPES = {
 class LLM:
     """A model that answers in this process.
 
-    `gate` says on what verdict it runs, `engine.ledger` where its memory went, `path` where the files are.
+    `gate` says on what verdict it runs, `engine.ledger` where its memory went, `path` where the files are,
+    `schemes` the formats of its layers' products and `weight_bytes` what all tensors take in files.
     """
 
     def __init__(
@@ -99,7 +101,9 @@ class LLM:
         self.path = checkpoint.path
         _check_quantization(quantization, checkpoint)
         self.config: ModelConfig = checkpoint.config
-        model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
+        self.schemes = _schemes(checkpoint)
+        self.weight_bytes = checkpoint.num_bytes
+        self.dtype = model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
         kv_cache_dtype = resolve_kv_cache_dtype(
             options.kv_cache_dtype,
             str(model_dtype).removeprefix("torch."),
@@ -107,18 +111,18 @@ class LLM:
         )
         self.gate: GateStatus = judge(checkpoint, kv_cache_dtype, allow_ungated=allow_ungated)
         device = model_device()
-        require_weights_fit(checkpoint.num_bytes, available_memory(device), options.memory)
-        self._tokenizer: Tokenizer | None = None
+        require_weights_fit(self.weight_bytes, available_memory(device), options.memory)
+        self.tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
-            self._tokenizer = find_tokenizer(
+            self.tokenizer = find_tokenizer(
                 checkpoint, tokenizer, chat_template=chat_template, token=hf_token
             )
         self.engine = Engine(
             load_decoder(checkpoint, device=device, dtype=model_dtype, progress=True),
-            self._tokenizer,
+            self.tokenizer,
             replace(options, kv_cache_dtype=kv_cache_dtype),
             kv_scales=scales_in(checkpoint),
-            label=_label(checkpoint, model_dtype, kv_cache_dtype),
+            label=_label(self.schemes, model_dtype, kv_cache_dtype),
         )
         self._ids = count()
         self._enqueued: list[str] = []
@@ -218,12 +222,12 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; UserError where there is none."""
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise UserError(
                 "this LLM has no tokenizer (skip_tokenizer_init=True, or dummy weights of a folder without "
                 "one): it takes token ids only"
             )
-        return self._tokenizer
+        return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, over the defaults of SamplingParams."""
@@ -348,12 +352,17 @@ def _check_quantization(quantization: str | None, checkpoint: Checkpoint) -> Non
         )
 
 
-def _label(checkpoint: Checkpoint, dtype: torch.dtype, kv_cache_dtype: str) -> str:
+def _schemes(checkpoint: Checkpoint) -> tuple[Scheme, ...]:
+    """The formats in the first layer, in the order of its products, each once."""
+    prefix = layer_prefix(checkpoint.config, 0)
+    found = (checkpoint.scheme(prefix + module) for module in layer_modules(checkpoint.config))
+    return tuple(dict.fromkeys(found))
+
+
+def _label(schemes: Sequence[Scheme], dtype: torch.dtype, kv_cache_dtype: str) -> str:
     """'w8a8-int8 + fp8 KV': what the ledger calls this engine."""
-    config, model_dtype = checkpoint.config, str(dtype).removeprefix("torch.")
-    schemes = (checkpoint.scheme(layer_prefix(config, 0) + module) for module in layer_modules(config))
-    weights = " + ".join(dict.fromkeys(scheme.label for scheme in schemes))
-    weights = weights if checkpoint.is_quantized else model_dtype
+    model_dtype = str(dtype).removeprefix("torch.")
+    weights = model_dtype if list(schemes) == [Dense()] else " + ".join(one.label for one in schemes)
     return weights if kv_cache_dtype == model_dtype else f"{weights} + {kv_cache_dtype} KV"
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import qinfer
-from qinfer.cli import doctor, eval, generate, inspect, plan, quantize, serve
+from qinfer.cli import bench, doctor, eval, generate, inspect, plan, quantize, serve
 from qinfer.cli.usage import usage_line
 from qinfer.errors import GateError, QinferError
 
@@ -41,6 +41,7 @@ for name, command, summary in (
     ("doctor", doctor.doctor, "What this machine has."),
 ):
     app.command(name, short_help=summary)(command)
+app.add_typer(bench.app, name="bench", short_help="How fast a model runs here.")
 
 
 def _version(wanted: bool) -> None:
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # not standalone: there typer prints several lines for a mistake, and nothing for an interrupt
             code = app(words, prog_name="qinfer", standalone_mode=False)
         except typer.TyperException as error:
-            _leave(usage_line(error, words, [command.name or "" for command in app.registered_commands]), 2)
+            _leave(usage_line(error, words, _commands()), 2)
         except GateError as error:
             _leave(str(error), 1)
         except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
@@ -86,6 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if code == 130:  # what typer makes of an interrupt
         _leave("interrupted", 130)
     sys.exit(code or 0)
+
+
+def _commands() -> list[str]:
+    """The words after `qinfer` that mean something; a group's commands with the group's name before."""
+    names = [command.name or "" for command in app.registered_commands]
+    for group in app.registered_groups:
+        assert group.typer_instance is not None
+        names += [f"{group.name} {command.name}" for command in group.typer_instance.registered_commands]
+    return names
 
 
 @contextmanager

@@ -19,7 +19,8 @@ def usage_line(error: typer.TyperException, arguments: Sequence[str], commands: 
         rule = message.removeprefix(_INVALID).replace(": Input should", ": it should").split(", unable to")[0]
         message = f"{_INVALID} {value!r:.100}{rule}"
     message = message[:1].lower() + message[1:]
-    command = next((word for word in arguments if not word.startswith("-")), "")
-    if command in commands:
-        return f"{message}; `qinfer {command} --help` lists what is allowed"
+    words = [word for word in arguments if not word.startswith("-")]
+    for command in (" ".join(words[:2]), *words[:1]):
+        if command in commands:
+            return f"{message}; `qinfer {command} --help` lists what is allowed"
     return f"{message}; commands: {', '.join(commands)} (`qinfer --help` says more)"
