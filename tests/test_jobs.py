@@ -193,6 +193,13 @@ def test_k11_the_kv_cache_is_part_of_what_is_measured(copy: Path, source: Path) 
     assert coarse.settings["kv_cache_dtype"] == "fp8"
 
 
+def test_an_int8_head_is_part_of_what_is_measured(copy: Path, source: Path) -> None:
+    plain, coarse = values(judge(copy, source)), judge(copy, source, lm_head_dtype="int8")
+    assert plain["mean KL"] < values(coarse)["mean KL"] < plain["mean KL"] + 1e-3
+    assert coarse.settings["lm_head_dtype"] == "int8"
+    assert coarse.settings["command"].endswith("--lm-head-dtype int8")
+
+
 def test_what_cannot_be_compared_is_refused(
     quantized: jobs.QuantizeResult, source: Path, tmp_path: Path
 ) -> None:
