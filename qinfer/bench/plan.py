@@ -18,7 +18,8 @@ from qinfer.backend import model_device
 from qinfer.calibrate.recipe import PRESETS, settle
 from qinfer.checkpoint.names import layer_modules, linear_shape
 from qinfer.config import ModelConfig
-from qinfer.engine import memory
+from qinfer.engine import budget, memory
+from qinfer.engine.budget import Demand, Space
 from qinfer.engine.footprint import (
     DENSE,
     ITEM_BYTES,
@@ -28,10 +29,11 @@ from qinfer.engine.footprint import (
     weight_bytes,
 )
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype
-from qinfer.engine.memory import Ledger, Space
+from qinfer.engine.memory import Ledger
 from qinfer.engine.options import KV_CACHE_DTYPES, EngineOptions, StepLimits
 from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError
+from qinfer.model.head import saved_bytes
 from qinfer.quant import SCHEMES, settle_group_size
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -40,21 +42,29 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class Setting:
-    """What every row shares; `reserve` in bytes, `options.memory` None: what serve would take."""
+    """What every row shares; `options.memory` None: what serve would take.
+
+    `reserve` in bytes, None: what serve keeps.
+    """
 
     options: EngineOptions
     limits: StepLimits
     space: Space
-    reserve: int
+    reserve: int | None = None
+    lm_head_dtype: str = "auto"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One scheme with one KV dtype; `ledger` is None, and `shortfall` says why, where it does not fit."""
+    """One scheme with one KV dtype; `ledger` is None, and `shortfall` says why, where it does not fit.
+
+    `limits` may have shorter steps than those of the setting.
+    """
 
     scheme: str
     kv_cache_dtype: str
     weights: int
+    limits: StepLimits
     ledger: Ledger | None
     shortfall: str = ""
 
@@ -148,20 +158,34 @@ def side_by_side(
 def _row(
     config: ModelConfig, setting: Setting, label: str, weight_format: WeightFormat, kv_dtype: str
 ) -> Row:
-    options, limits, space = setting.options, setting.limits, setting.space
-    weights = weight_bytes(config, weight_format, on_cpu=not space.on_gpu)
-    demand = memory.demand_of(config, limits, weights, ITEM_BYTES[config.dtype], setting.reserve)
-    page = pages_of(config, kv_dtype, limits.block_size)
-    row = Row(label, kv_dtype, weights, None)
+    options, space = setting.options, setting.space
+    on_gpu, total = space.on_gpu, options.memory  # taken as it is: it may be another machine's
+    weights = weight_bytes(config, weight_format, place="gpu" if on_gpu else "cpu")
+    weights -= saved_bytes(config, setting.lm_head_dtype, ITEM_BYTES[config.dtype])
+    row = Row(label, kv_dtype, weights, setting.limits, None)
     try:
-        budget = options.memory  # taken as it is: it may be another machine's
-        if budget is None:
-            budget = memory.budget_of(space, demand, page, limits, options)
-        ledger = memory.plan(row.label, budget, demand, page, limits.max_model_len)
+        if on_gpu:
+            if total is None:
+                total = budget.budget_for(space.total, space.available, options.gpu_memory_utilization)
+            if options.max_num_batched_tokens is None:
+                room = total - weights
+                limits = budget.shorten_steps(config, setting.limits, weight_format, config.dtype, room)
+                row = replace(row, limits=limits)
+        demand = _demand(config, setting, row.limits, weight_format)._replace(weights=weights)
+        page = pages_of(config, kv_dtype, row.limits.block_size)
+        if total is None:
+            total = budget.budget_of(space, demand, page, row.limits, options)
+        ledger = memory.plan(row.label, total, demand, page, row.limits.max_model_len)
         ledger = memory.settle_length(ledger, chosen=options.max_model_len is not None)
     except UserError as error:
         return replace(row, shortfall=str(error))
-    return replace(row, ledger=replace(ledger, unquantized=memory.unquantized(config, ledger)))
+    dense = budget.unquantized_demand(config, options, setting.limits, demand, total if on_gpu else None)
+    return replace(row, ledger=replace(ledger, unquantized=memory.unquantized(config, ledger, dense)))
+
+
+def _demand(config: ModelConfig, setting: Setting, limits: StepLimits, weight_format: WeightFormat) -> Demand:
+    demand = budget.planned_demand(config, limits, weight_format, config.dtype, on_gpu=setting.space.on_gpu)
+    return demand if setting.reserve is None else demand._replace(reserve=setting.reserve)
 
 
 def _require_one(config: ModelConfig, rows: Sequence[Row]) -> None:

@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, RevisionOption
+from qinfer.cli.options import (
+    BlockSizeOption,
+    GpuMemoryUtilizationOption,
+    HubTokenOption,
+    JsonOption,
+    LMHeadDtypeOption,
+    ModelArgument,
+    RevisionOption,
+)
 from qinfer.cli.output import show, stdout_kept_for_result, table
 from qinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from qinfer.bench.plan import Row, Setting
     from qinfer.config import ModelConfig
-
-GPU_RESERVE = "256MiB"  # for what the runtime keeps on a card besides
 
 
 def plan(
@@ -49,12 +55,14 @@ def plan(
     max_num_batched_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens in one step. Default: 8192, on a CPU 1024.")
     ] = None,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a KV page.")] = 16,
+    block_size: BlockSizeOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
+    lm_head_dtype: LMHeadDtypeOption = "auto",
     reserve: Annotated[
         str | None,
         typer.Option(
             help="Kept free for the runtime beside weights, activations and pool. "
-            "Default: 256MiB, on a CPU nothing."
+            "Default: 576MiB, on a CPU nothing."
         ),
     ] = None,
     revision: RevisionOption = None,
@@ -69,13 +77,18 @@ def plan(
         from qinfer.bench.plan import Setting, place, side_by_side
         from qinfer.engine.footprint import parse_size
         from qinfer.engine.options import EngineOptions, settle_limits
+        from qinfer.model.head import check_lm_head_dtype
 
+        check_lm_head_dtype(lm_head_dtype)
+        if gpu_memory_utilization is None:
+            gpu_memory_utilization = EngineOptions.gpu_memory_utilization
         options = EngineOptions(
             memory=None if memory is None else parse_size(memory),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             block_size=block_size,
+            gpu_memory_utilization=gpu_memory_utilization,
         )
         space = place(device, options.memory)
         config = _read_config(model, revision, hf_token)
@@ -83,7 +96,8 @@ def plan(
             options,
             settle_limits(options, config.context_len, on_gpu=space.on_gpu),
             space,
-            parse_size(reserve or (GPU_RESERVE if space.on_gpu else 0)),
+            None if reserve is None else parse_size(reserve),
+            lm_head_dtype,
         )
         rows = side_by_side(config, setting, scheme, kv_cache_dtype)
     show(_document(model, setting, rows), _text(model, config, setting, rows, device), as_json)
@@ -126,6 +140,7 @@ def _numbers(row: Row) -> dict[str, Any]:
     return {
         "scheme": row.scheme,
         "kv_cache_dtype": row.kv_cache_dtype,
+        "max_num_batched_tokens": row.limits.max_num_batched_tokens,
         "fits": row.ledger is not None,
         "reason": row.shortfall or None,
         "weights": row.weights,
@@ -148,6 +163,12 @@ def _text(model: str, config: ModelConfig, setting: Setting, rows: list[Row], de
         notes.append(
             f"1 of fewer than {limits.max_model_len:,}: the pool does not hold the model's context, and "
             "serving lowers max_model_len"
+        )
+    shorter = sorted({row.limits.max_num_batched_tokens for row in rows} - {limits.max_num_batched_tokens})
+    if shorter:
+        notes.append(
+            f"a step of {' or '.join(f'{n:,}' for n in shorter)} tokens in some rows, as serving settles it: "
+            "longer ones would take too much of what the weights leave"
         )
     cells = [_cells(row, limits.max_model_len) for row in rows]
     return "\n\n".join((title, table(header, cells), "\n".join((*notes, _about_weights(setting)))))

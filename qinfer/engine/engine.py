@@ -88,8 +88,9 @@ class Engine:
         dtype_name = str(decoder.dtype).removeprefix("torch.")
         kv_cache_dtype = resolve_kv_cache_dtype(options.kv_cache_dtype, dtype_name)
         self.kv_cache_dtype = kv_cache_dtype
-        self.ledger = size_pool(decoder, options, self.limits, kv_cache_dtype, label or dtype_name)
-        self.limits = self.limits._replace(max_model_len=self.ledger.max_model_len)
+        self.limits, self.ledger = size_pool(
+            decoder, options, self.limits, kv_cache_dtype, label or dtype_name
+        )
         decoder.set_context_len(self.limits.max_model_len)
         num_pages, page_size = self.ledger.pages, self.limits.block_size
         if runner is None:

@@ -1,16 +1,17 @@
-"""Bytes of weights, KV cache and activations from shapes alone, as plain ints. No torch.
+"""Bytes of weights and KV cache from shapes alone, as plain ints. No torch.
 
-These are the terms of the memory ledger (memory.py) and are computed here and nowhere else: `qinfer plan`
-adds them up before anything is loaded, the engine puts what it measured in their place where it has
-something better. Weights are what the checkpoint writer writes, tensor by tensor, or what a CPU holds of them
-once loaded; a page of the KV cache is `block_size` tokens of K and V of all layers.
+With those of a step (activations.py) they are the terms of the memory ledger (memory.py) and are computed
+here and nowhere else: `qinfer plan` adds them up before anything is loaded, the engine puts what it measured
+in their place where it has something better. Weights are what the checkpoint writer writes, tensor by tensor,
+or what a CPU or a GPU holds of them once loaded; a page of the KV cache is `block_size` tokens of K and V of
+all layers.
 """
 
 from __future__ import annotations
 
 import re
 from math import prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from qinfer.checkpoint.names import (
     global_tensors,
@@ -26,6 +27,7 @@ from qinfer.errors import UserError
 
 GIB = 1 << 30
 _LEAST_BARE = 1 << 20  # a smaller number without a unit was meant in larger units: 4 for 4GiB
+Place = Literal["file", "cpu", "gpu"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _UNITS = {f"{p}{u}": b**i for i, p in enumerate("kmgt", 1) for u, b in (("ib", 1024), ("b", 1000))} | {"b": 1}
 
@@ -110,17 +112,38 @@ def cpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features
     return linear_bytes(weight_format, out_features, in_features, item_bytes)
 
 
+def gpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features: int, dtype: str) -> int:
+    """Bytes that a GPU holds of a product's weight [N, K] in its kernels' layouts.
+
+    Eight-bit codes come in panels of 128 columns. w4a16 comes in tiles of 128 x 128, and a group's scale and
+    zero point in one word; with float32 activations both stay as plain bytes.
+    """
+    scheme, group_size, _ = weight_format
+    item_bytes, wide = ITEM_BYTES[dtype], -(-in_features // 128) * 128
+    match scheme:
+        case "w8a8-int8" | "w8a8-fp8":
+            return out_features * (wide + 4)
+        case "w8a16-int8":
+            return out_features * (wide + item_bytes)
+        case "w4a16" if item_bytes == 2:
+            rows = -(-out_features // 128) * 128
+            return rows * (wide // 2 + 4 * -(-wide // group_size))
+        case "w4a16":
+            return out_features * (in_features // 2 + 5 * -(-in_features // group_size))
+    return linear_bytes(weight_format, out_features, in_features, item_bytes)
+
+
 def weight_bytes(
     config: ModelConfig,
     weight_format: WeightFormat = DENSE,
     dtype: str | None = None,
     *,
-    on_cpu: bool = False,
+    place: Place = "file",
 ) -> int:
     """Bytes of all tensors of this model when the layers' linears have this format.
 
-    Of a checkpoint's files, or with `on_cpu` of what a CPU has loaded. Embeddings, lm_head, norms and biases
-    stay in `dtype` (None: the config's).
+    Of a checkpoint's files, or of what a CPU or a GPU has loaded. Embeddings, lm_head, norms and biases stay
+    in `dtype` (None: the config's).
     """
     dtype = dtype or config.dtype
     item_bytes = ITEM_BYTES[dtype]
@@ -129,17 +152,20 @@ def weight_bytes(
     for i in range(config.num_layers):
         linears = {f"{layer_prefix(config, i)}{module}.weight" for module in layer_modules(config)}
         dense += sum(prod(shape) for name, shape in layer_tensors(config, i).items() if name not in linears)
-        if not on_cpu:
-            quantized += sum(
-                linear_bytes(weight_format, *linear_shape(config, module), item_bytes)
-                for module in layer_modules(config)
-            )
-            continue
-        for group in layer_groups(config):  # linears that share their input are one product
-            shapes = [linear_shape(config, module) for module in group.modules]
-            rows = sum(out_features for out_features, _ in shapes)
-            quantized += cpu_linear_bytes(weight_format, rows, shapes[0][1], dtype)
+        quantized += _layer_linear_bytes(config, weight_format, dtype, place)
     return dense * item_bytes + quantized
+
+
+def _layer_linear_bytes(config: ModelConfig, weight_format: WeightFormat, dtype: str, place: Place) -> int:
+    if place == "file":
+        shapes = [linear_shape(config, module) for module in layer_modules(config)]
+        return sum(linear_bytes(weight_format, *shape, ITEM_BYTES[dtype]) for shape in shapes)
+    loaded = cpu_linear_bytes if place == "cpu" else gpu_linear_bytes
+    total = 0
+    for group in layer_groups(config):  # linears that share their input are one product
+        shapes = [linear_shape(config, module) for module in group.modules]
+        total += loaded(weight_format, sum(rows for rows, _ in shapes), shapes[0][1], dtype)
+    return total
 
 
 def kv_bytes_per_token(config: ModelConfig, kv_cache_dtype: str = "auto") -> int:
@@ -158,19 +184,6 @@ def blocks_for(
 ) -> int:
     """Whole pages of `block_size` tokens that fit into `num_bytes`."""
     return max(0, num_bytes) // (block_size * kv_bytes_per_token(config, kv_cache_dtype))
-
-
-def activation_bytes(config: ModelConfig, num_tokens: int, num_seqs: int, item_bytes: int) -> int:
-    """Upper estimate of a step's peak beside weights and pool: `num_tokens` rows, `num_seqs` samples.
-
-    The largest of three moments that never coincide: the MLP (residual, normed input, output, gate|up and
-    their product), attention (q, k, v and the output beside the stream), and sampling (float32 logits, a
-    sorted copy, its int64 order, probabilities).
-    """
-    stream = 3 * config.hidden_size
-    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = num_tokens * (stream + max(3 * config.intermediate_size, heads)) * item_bytes
-    return max(layer, num_seqs * config.vocab_size * (4 + 4 + 8 + 4))
 
 
 class Pages(NamedTuple):

@@ -8,113 +8,13 @@ fit is refused with both numbers, the needed and the given. No torch here.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from qinfer.config import ModelConfig
-from qinfer.engine.footprint import GIB, Pages, activation_bytes, format_size, pages_of, weight_bytes
-from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.engine.budget import Demand
+from qinfer.engine.footprint import Pages, format_size, pages_of
 from qinfer.errors import UserError
-
-logger = logging.getLogger(__name__)
-
-CPU_POOL = 2 * GIB  # a CPU engine's KV pool unless it is told otherwise: 93,200 bf16 tokens of SmolLM2-135M
-CPU_SHARE = 0.9  # and never more than this share of the RAM that is available now
-
-
-def measured_use(free_before: int, free_after: int) -> int:
-    """Bytes that a load or a profile run took, from free memory before and after; never negative.
-
-    A neighbour may release memory meanwhile: then free memory grows, and that is a warning, not an error.
-    """
-    if free_after > free_before:
-        logger.warning(
-            "free memory grew from %s to %s while it was measured: another process released some",
-            format_size(free_before),
-            format_size(free_after),
-        )
-    return max(0, free_before - free_after)
-
-
-def budget_for(total: int, free: int, utilization: float = 0.92, memory: int | None = None) -> int:
-    """Bytes that this engine may use: `memory` or a share of the device; UserError if they are not free."""
-    if memory is None and not 0 < utilization <= 1:
-        raise UserError(f"gpu_memory_utilization {utilization} must lie in (0, 1]", "gpu_memory_utilization")
-    budget = int(total * utilization) if memory is None else memory
-    if budget > free:
-        asked = f"{utilization} of {format_size(total)}" if memory is None else "asked for"
-        raise UserError(
-            f"a memory budget of {format_size(budget)} ({asked}) is more than the {format_size(free)} "
-            "that are free: lower it or free memory",
-            "memory",
-        )
-    return budget
-
-
-def require_weights_fit(weights: int, available: int, memory: int | None) -> None:
-    """UserError with both numbers, before anything is loaded, when the weights alone exceed the budget.
-
-    `weights` are the bytes of the checkpoint's files, `available` those of free memory, `memory` a budget.
-    """
-    budget = available if memory is None else budget_for(available, available, memory=memory)
-    if weights >= budget:
-        what = "memory that is free" if memory is None else "memory budget"
-        raise UserError(
-            f"the weights alone need {format_size(weights)} and the {what} is {format_size(budget)}: "
-            "nothing was loaded; take a smaller model, quantize it, or give it more memory",
-            "memory",
-        )
-
-
-class Demand(NamedTuple):
-    """What must fit before the first KV page, in bytes."""
-
-    weights: int
-    activations: int = 0
-    graphs: int = 0
-    reserve: int = 0
-
-    @property
-    def total(self) -> int:
-        return sum(self)
-
-
-def cpu_budget(
-    available: int, demand: Demand, page: Pages, max_tokens: int, memory: int | None = None
-) -> int:
-    """Budget of a CPU engine: `memory` if given, else `demand` and a pool for `max_tokens`, at most CPU_POOL.
-
-    Never more than the RAM that is `available` (CPU_SHARE of it when nobody chose); else a UserError.
-    """
-    if memory is not None:
-        return budget_for(available, available, memory=memory)
-    wanted = min(CPU_POOL, -(-max_tokens // page.block_size) * page.num_bytes)
-    return min(int(available * CPU_SHARE), demand.total + wanted)
-
-
-def demand_of(
-    config: ModelConfig, limits: StepLimits, weights: int, item_bytes: int, reserve: int = 0
-) -> Demand:
-    """What an engine of these limits takes before its first page; `item_bytes` are an activation's."""
-    activations = activation_bytes(config, limits.max_num_batched_tokens, limits.max_num_seqs, item_bytes)
-    return Demand(weights, activations, reserve=reserve)
-
-
-class Space(NamedTuple):
-    """Memory of the device that a model runs on, in bytes."""
-
-    on_gpu: bool
-    total: int
-    available: int
-
-
-def budget_of(space: Space, demand: Demand, page: Pages, limits: StepLimits, options: EngineOptions) -> int:
-    """The budget of an engine in this space: the same for `serve` and, before anything is loaded, `plan`."""
-    if space.on_gpu:
-        return budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
-    max_tokens = limits.max_num_seqs * limits.max_model_len
-    return cpu_budget(space.available, demand, page, max_tokens, options.memory)
 
 
 @dataclass(frozen=True)
@@ -217,9 +117,11 @@ def settle_length(ledger: Ledger, *, chosen: bool) -> Ledger:
     return replace(ledger, max_model_len=ledger.tokens)
 
 
-def unquantized(config: ModelConfig, ledger: Ledger) -> Ledger | None:
-    """The same budget with weights and cache in the model's own dtype; None where that does not fit."""
-    demand = Demand(weight_bytes(config), ledger.activations, ledger.graphs, ledger.reserve)
+def unquantized(config: ModelConfig, ledger: Ledger, demand: Demand) -> Ledger | None:
+    """The same budget with weights and cache in the model's own dtype; None where that does not fit.
+
+    `demand` is what the unquantized model takes before its first page.
+    """
     page = pages_of(config, config.dtype, ledger.block_size)
     try:
         return plan(config.dtype, ledger.budget, demand, page, ledger.max_model_len)

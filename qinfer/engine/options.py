@@ -61,6 +61,11 @@ class EngineOptions:
         if self.max_logprobs < -1:
             raise UserError(f"max_logprobs must be at least -1, not {self.max_logprobs}", "max_logprobs")
 
+    @property
+    def has_fixed_pool(self) -> bool:
+        """Whether the KV pool's size was chosen, so that it is not what a share of the device leaves."""
+        return self.num_kv_blocks is not None or self.kv_cache_memory_bytes is not None
+
 
 class StepLimits(NamedTuple):
     """The settled numbers that the scheduler obeys; lengths in tokens."""

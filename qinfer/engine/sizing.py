@@ -1,9 +1,9 @@
-"""How large the KV pool becomes: the ledger of `memory.py` filled in with what was loaded.
+"""How large the KV pool becomes: the ledger of `memory.py` filled in with what was loaded and measured.
 
 On the CPU the pool is taken from the RAM that is available after the weights are in, and is as large as
 `max_num_seqs` full sequences at most; pages that are never used cost nothing there. On a GPU it is what a
-share of the device leaves, `gpu_memory_utilization`. A fixed number of pages, a number of bytes for them, or
-a budget for everything overrides this. The longest sequence is one that the pool holds.
+budget leaves beside the weights, the largest step, which is run to measure its peak, and a reserve. A fixed
+number of pages, or of bytes for them, overrides this. The longest sequence is one that the pool holds.
 """
 
 from __future__ import annotations
@@ -11,34 +11,69 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qinfer.engine import footprint, memory
-from qinfer.engine.memory import Ledger, Space
+from qinfer.engine import budget, footprint, memory
+from qinfer.engine.activations import RUNTIME, cpu_step_bytes
+from qinfer.engine.budget import Demand, Space
+from qinfer.engine.footprint import Pages, WeightFormat
+from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.engine.profile import measure_use
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
+from qinfer.quant import W4A16
 
 logger = logging.getLogger(__name__)
 
 
+class Sized(NamedTuple):
+    """The limits that fit the memory, and where it goes."""
+
+    limits: StepLimits
+    ledger: Ledger
+
+
 def size_pool(
     decoder: Decoder, options: EngineOptions, limits: StepLimits, kv_cache_dtype: str, label: str
-) -> Ledger:
-    """The ledger of an engine; the model is loaded, the pool not yet allocated.
+) -> Sized:
+    """Limits and ledger of an engine; the model is loaded, the pool not yet allocated.
 
-    Its max_model_len is the limits', or, where nobody chose one, what the pool holds of it; a pool of
-    `num_kv_blocks` is taken as it is. Raises UserError where the weights and one page do not fit, or the
-    pages or one sequence of the length that were asked for.
+    max_model_len is the limits', or, where nobody chose one, what the pool holds of it; a pool of
+    `num_kv_blocks` is taken as it is. Raises UserError where the weights, a step and one page do not fit, or
+    the pages or one sequence of the length that were asked for.
     """
     config = decoder.config
-    weights = tensor_bytes(decoder)
     page = footprint.pages_of(config, kv_cache_dtype, limits.block_size)
-    demand = memory.demand_of(config, limits, weights, decoder.dtype.itemsize)
+    num_pages = _fixed_pages(options, page, decoder.device)
+    space, weights = space_of(decoder.device), tensor_bytes(decoder)
+    space = space._replace(available=space.available + weights)  # they are loaded already
+    given = limits
+    if space.on_gpu:
+        if num_pages is None or options.memory is not None:
+            limits = _fitting(decoder, options, limits, space, weights)
+        demand = Demand(weights, *measure_use(decoder, options, limits, kv_cache_dtype), RUNTIME)
+    else:
+        demand = Demand(weights, cpu_step_bytes(config, limits, decoder.dtype.itemsize))
+    if num_pages is not None and options.memory is None:
+        total = demand.total + num_pages * page.num_bytes
+    else:
+        total = budget.budget_of(space, demand, page, limits, options)
+    ledger = memory.plan(label, total, demand, page, limits.max_model_len, num_pages)
+    if options.num_kv_blocks is None:
+        ledger = memory.settle_length(ledger, chosen=options.max_model_len is not None)
+    _say_if_shorter(limits, ledger)
+    dense = budget.unquantized_demand(config, options, given, demand, total if space.on_gpu else None)
+    ledger = replace(ledger, unquantized=memory.unquantized(config, ledger, dense))
+    return Sized(limits._replace(max_model_len=ledger.max_model_len), ledger)
+
+
+def _fixed_pages(options: EngineOptions, page: Pages, device: torch.device) -> int | None:
+    """The number of pages that was chosen, perhaps in bytes; UserError where they are not free."""
     num_pages = options.num_kv_blocks
     if num_pages is None and options.kv_cache_memory_bytes is not None:
         num_pages = options.kv_cache_memory_bytes // page.num_bytes
@@ -48,21 +83,36 @@ def size_pool(
                 f"{page.num_bytes} bytes",
                 "kv_cache_memory_bytes",
             )
-    if num_pages is not None and num_pages * page.num_bytes > (free := available_memory(decoder.device)):
+    if num_pages is not None and num_pages * page.num_bytes > (free := available_memory(device)):
         raise UserError(
             f"a KV pool of {footprint.format_size(num_pages * page.num_bytes)} is more than the "
             f"{footprint.format_size(free)} that are free: ask for fewer than {num_pages:,} pages",
             "num_kv_blocks",
         )
-    if num_pages is not None and options.memory is None:
-        budget = demand.total + num_pages * page.num_bytes
-    else:
-        space = space_of(decoder.device)
-        space = space._replace(available=space.available + weights)  # they are loaded already
-        budget = memory.budget_of(space, demand, page, limits, options)
-    ledger = memory.plan(label, budget, demand, page, limits.max_model_len, num_pages)
-    if options.num_kv_blocks is None:
-        ledger = memory.settle_length(ledger, chosen=options.max_model_len is not None)
+    return num_pages
+
+
+def _fitting(
+    decoder: Decoder, options: EngineOptions, limits: StepLimits, space: Space, weights: int
+) -> StepLimits:
+    """Limits of steps that suit a GPU's budget; says so where it shortens them."""
+    if options.max_num_batched_tokens is not None:
+        return limits
+    total = budget.budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    fitting = budget.shorten_steps(decoder.config, limits, format_of(decoder), dtype, total - weights)
+    if fitting != limits:
+        logger.warning(
+            "max_num_batched_tokens is %s instead of %s: longer steps would take too much of the %s that the "
+            "weights leave; choose it to have them",
+            f"{fitting.max_num_batched_tokens:,}",
+            f"{limits.max_num_batched_tokens:,}",
+            footprint.format_size(total - weights),
+        )
+    return fitting
+
+
+def _say_if_shorter(limits: StepLimits, ledger: Ledger) -> None:
     if ledger.max_model_len < limits.max_model_len:
         logger.warning(
             "the model's context is %s tokens and the KV pool of %s holds %s: max_model_len is %s",
@@ -71,7 +121,14 @@ def size_pool(
             f"{ledger.tokens:,}",
             f"{ledger.max_model_len:,}",
         )
-    return replace(ledger, unquantized=memory.unquantized(config, ledger))
+
+
+def format_of(decoder: Decoder) -> WeightFormat:
+    """The format of the MLP's weights, the largest."""
+    scheme = decoder.layers[0].mlp.gate_up.scheme
+    if isinstance(scheme, W4A16):
+        return WeightFormat(scheme.name, scheme.group_size, scheme.symmetric)
+    return WeightFormat(scheme.name)
 
 
 def space_of(device: torch.device) -> Space:

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from qinfer.config import ModelConfig, RopeConfig
-from qinfer.engine import footprint, memory
-from qinfer.engine.footprint import Pages, WeightFormat
-from qinfer.engine.memory import Demand, Ledger, Space
-from qinfer.engine.options import EngineOptions, settle_limits
+from qinfer.engine import activations, budget, footprint, memory
+from qinfer.engine.budget import Demand, Space
+from qinfer.engine.footprint import DENSE, Pages, WeightFormat
+from qinfer.engine.memory import Ledger
+from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
 from qinfer.engine.sizing import tensor_bytes
 from qinfer.errors import UserError
+from qinfer.kernels.panels import to_fragments, to_panels
+from qinfer.kernels.w4a16 import pack_fragments
 from qinfer.model.linear import Linear
 from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8
 
@@ -81,13 +84,13 @@ def test_a_small_number_without_a_unit_is_asked_for_one(size):
 
 def test_m01_pool_is_own_share_less_own_use():
     gib = {"total": 80 * GIB, "free": 50 * GIB}
-    budget = memory.budget_for(**gib, utilization=0.5)
+    total = budget.budget_for(**gib, utilization=0.5)
     ledger = memory.plan(
-        "x", budget, Demand(weights=10 * GIB, activations=2 * GIB, graphs=GIB), Pages(16, 1 << 20), 16
+        "x", total, Demand(weights=10 * GIB, activations=2 * GIB, graphs=GIB), Pages(16, 1 << 20), 16
     )
     assert ledger.kv_pool == 27 * GIB
     with pytest.raises(UserError, match=r"72\.00 GiB .* 50\.00 GiB"):
-        memory.budget_for(**gib, utilization=0.9)
+        budget.budget_for(**gib, utilization=0.9)
 
 
 def test_m01_hard_budget_below_the_weights_names_both_numbers():
@@ -96,22 +99,30 @@ def test_m01_hard_budget_below_the_weights_names_both_numbers():
 
 
 def test_m01_weights_beyond_the_budget_are_refused_before_loading():
-    memory.require_weights_fit(2 * GIB, available=3 * GIB, memory=None)
-    memory.require_weights_fit(GIB, available=3 * GIB, memory=2 * GIB)
-    with pytest.raises(UserError, match=r"weights alone need 4\.00 GiB .* free is 3\.00 GiB"):
-        memory.require_weights_fit(4 * GIB, available=3 * GIB, memory=None)
-    with pytest.raises(UserError, match=r"weights alone need 2\.00 GiB .* budget is 1\.00 GiB"):
-        memory.require_weights_fit(2 * GIB, available=3 * GIB, memory=GIB)
-    with pytest.raises(UserError, match=r"4\.00 GiB .* 3\.00 GiB that are free"):
-        memory.require_weights_fit(GIB, available=3 * GIB, memory=4 * GIB)
+    cpu, gpu = Space(False, 4 * GIB, 3 * GIB), Space(True, 4 * GIB, 3 * GIB)
+    half, two = EngineOptions(gpu_memory_utilization=0.5), EngineOptions(memory=2 * GIB)
+    for weights, space, options in ((2 * GIB, cpu, EngineOptions()), (GIB, cpu, two), (GIB, gpu, half)):
+        budget.require_weights_fit(weights, space, options)
+    fixed = EngineOptions(num_kv_blocks=4)  # no share of the device is asked for
+    budget.require_weights_fit(2 * GIB, gpu, fixed)
+    for weights, space, options, said in (
+        (4 * GIB, cpu, EngineOptions(), r"weights alone need 4\.00 GiB .* free is 3\.00 GiB"),
+        (2 * GIB, cpu, EngineOptions(memory=GIB), r"weights alone need 2\.00 GiB .* budget is 1\.00 GiB"),
+        (GIB, cpu, EngineOptions(memory=4 * GIB), r"4\.00 GiB .* 3\.00 GiB that are free"),
+        (3 * GIB, gpu, half, r"weights alone need 3\.00 GiB .* budget is 2\.00 GiB"),
+        (GIB, gpu, EngineOptions(), r"3\.68 GiB \(0\.92 of 4\.00 GiB\) is more than the 3\.00 GiB"),
+        (3 * GIB, gpu, fixed, r"weights alone need 3\.00 GiB .* free is 3\.00 GiB"),
+    ):
+        with pytest.raises(UserError, match=said):
+            budget.require_weights_fit(weights, space, options)
 
 
 def test_m02_growing_free_memory_is_a_warning_and_never_negative_use(caplog):
     with caplog.at_level(logging.WARNING):
-        assert memory.measured_use(free_before=int(82.9 * GIB), free_after=int(90.2 * GIB)) == 0
+        assert budget.measured_use(free_before=int(82.9 * GIB), free_after=int(90.2 * GIB)) == 0
     assert "82.90 GiB to 90.20 GiB" in caplog.text
     caplog.clear()
-    assert memory.measured_use(5 * GIB, 3 * GIB) == 2 * GIB
+    assert budget.measured_use(5 * GIB, 3 * GIB) == 2 * GIB
     assert not caplog.text
 
 
@@ -194,12 +205,12 @@ def test_ledger_tells_what_quantizing_bought():
 
 def test_cpu_budget_is_modest_by_default_and_obeys():
     page, demand = Pages(16, 16 << 20), Demand(weights=GIB)
-    assert memory.cpu_budget(64 * GIB, demand, page, max_tokens=32) == GIB + (32 << 20)
-    assert memory.cpu_budget(64 * GIB, demand, page, max_tokens=10**6) == GIB + memory.CPU_POOL
-    assert memory.cpu_budget(2 * GIB, demand, page, max_tokens=10**6) == int(1.8 * GIB)
-    assert memory.cpu_budget(2 * GIB, demand, page, max_tokens=32, memory=GIB) == GIB
+    assert budget.cpu_budget(64 * GIB, demand, page, max_tokens=32) == GIB + (32 << 20)
+    assert budget.cpu_budget(64 * GIB, demand, page, max_tokens=10**6) == GIB + budget.CPU_POOL
+    assert budget.cpu_budget(2 * GIB, demand, page, max_tokens=10**6) == int(1.8 * GIB)
+    assert budget.cpu_budget(2 * GIB, demand, page, max_tokens=32, memory=GIB) == GIB
     with pytest.raises(UserError, match=r"3\.00 GiB .* 2\.00 GiB"):
-        memory.cpu_budget(2 * GIB, demand, page, max_tokens=32, memory=3 * GIB)
+        budget.cpu_budget(2 * GIB, demand, page, max_tokens=32, memory=3 * GIB)
 
 
 def test_a_budget_is_the_cpus_pool_or_a_share_of_the_gpu():
@@ -207,31 +218,53 @@ def test_a_budget_is_the_cpus_pool_or_a_share_of_the_gpu():
     limits = settle_limits(EngineOptions(max_num_seqs=2, max_model_len=32), 64, on_gpu=False)
     cpu, gpu = Space(False, 64 * GIB, 60 * GIB), Space(True, 80 * GIB, 79 * GIB)
     options = EngineOptions()
-    assert memory.budget_of(cpu, demand, page, limits, options) == GIB + (64 << 20)  # 2 x 32 tokens
-    assert memory.budget_of(gpu, demand, page, limits, options) == int(80 * GIB * 0.92)
+    assert budget.budget_of(cpu, demand, page, limits, options) == GIB + (64 << 20)  # 2 x 32 tokens
+    assert budget.budget_of(gpu, demand, page, limits, options) == int(80 * GIB * 0.92)
     for space in (cpu, gpu):
-        assert memory.budget_of(space, demand, page, limits, EngineOptions(memory=5 * GIB)) == 5 * GIB
+        assert budget.budget_of(space, demand, page, limits, EngineOptions(memory=5 * GIB)) == 5 * GIB
 
 
 def test_the_unquantized_model_has_the_same_budget_and_needs():
     demand = Demand(footprint.weight_bytes(SMOLLM2_135M, WeightFormat("w8a8-int8")), 5000, 0, 600)
     page = footprint.pages_of(SMOLLM2_135M, "fp8", 16)
-    other = memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB, demand, page, 8192))
-    assert (other.budget, other.weights, other.activations, other.reserve) == (
-        GIB,
-        2 * 134_515_008,
-        5000,
-        600,
-    )
+    limits = settle_limits(EngineOptions(), 8192, on_gpu=False)
+    dense = budget.unquantized_demand(SMOLLM2_135M, EngineOptions(), limits, demand, None)
+    assert dense == (2 * 134_515_008, 5000, 0, 600)
+    other = memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB, demand, page, 8192), dense)
+    assert other.budget == GIB
     assert other.tokens == (GIB - 2 * 134_515_008 - 5600) // (16 * 23_040) * 16
-    assert memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB // 4, demand, page, 8192)) is None
+    assert memory.unquantized(SMOLLM2_135M, memory.plan("x", GIB // 4, demand, page, 8192), dense) is None
 
 
 def test_activations_follow_the_larger_of_layers_and_logits():
-    few_rows = footprint.activation_bytes(SMOLLM2_135M, 16, 64, 2)
-    assert few_rows == 64 * 49152 * 20
-    many_rows = footprint.activation_bytes(LLAMA_31_8B, 8192, 256, 2)
-    assert many_rows == 8192 * (3 * 4096 + 3 * 14336) * 2
+    def limits(tokens: int, seqs: int) -> StepLimits:
+        return StepLimits(8192, seqs, tokens, 16)
+
+    assert activations.cpu_step_bytes(SMOLLM2_135M, limits(16, 64), 2) == 64 * 49152 * 20
+    assert activations.cpu_step_bytes(LLAMA_31_8B, limits(8192, 256), 2) == 8192 * (3 * 4096 + 3 * 14336) * 2
+    step = activations.gpu_step_bytes
+    assert step(LLAMA_31_8B, limits(8192, 256)) == 8192 * 2 * (5 * 4096 + 3 * 14336)
+    few, more = (step(LLAMA_31_8B, limits(512, seqs)) for seqs in (128, 256))
+    assert more - few == 128 * 128256 * (2 + 4)
+    fp8, w4a16 = (step(LLAMA_31_8B, limits(8192, 256), WeightFormat(name)) for name in ("w8a8-fp8", "w4a16"))
+    assert fp8 < step(LLAMA_31_8B, limits(8192, 256)) <= w4a16
+
+
+def test_a_small_budget_makes_steps_shorter_and_never_below_what_must_run():
+    def tokens(room: int, limits: StepLimits) -> int:
+        return budget.shorten_steps(LLAMA_31_8B, limits, DENSE, "bfloat16", room).max_num_batched_tokens
+
+    few = StepLimits(131072, 64, 8192, 64)
+    assert tokens(100 * GIB, few) == 8192
+    for room in (20 * GIB, 9 * GIB):
+        chosen = tokens(room, few)
+        step = activations.gpu_step_bytes(LLAMA_31_8B, few._replace(max_num_batched_tokens=chosen))
+        assert step <= room / activations.SHARE
+        longer = few._replace(max_num_batched_tokens=2 * chosen)
+        assert activations.gpu_step_bytes(LLAMA_31_8B, longer) > room / activations.SHARE
+    assert tokens(-GIB, few._replace(max_num_seqs=1)) == 512
+    assert tokens(0, few._replace(max_num_seqs=600)) == 4096  # below, 600 rows of logits are the peak
+    assert tokens(0, few._replace(max_model_len=5000, chunked_prefill=False)) == 8192
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -272,3 +305,40 @@ def test_a_cpu_holds_the_bytes_that_are_planned(weight_format, scheme, rows, col
     tensors = scheme.quantize(torch.randn(rows, columns), dtype=torch_dtype)
     linear = Linear([(scheme, tensors)], device=torch.device("cpu"), dtype=torch_dtype)
     assert footprint.cpu_linear_bytes(weight_format, rows, columns, dtype) == tensor_bytes(linear.prepared)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 576), (24, 64), (1536, 128), (300, 1152)])
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_a_gpu_holds_the_bytes_that_are_planned(rows, columns, group_size):
+    """The layouts are plain torch, so they can be made here."""
+    codes = torch.zeros(rows, columns, dtype=torch.int8)
+    nibbles, groups = torch.zeros(rows, columns // 2, dtype=torch.uint8), columns // group_size
+    scale, zero = torch.ones(rows, groups, dtype=torch.bfloat16), torch.zeros(rows, groups, dtype=torch.uint8)
+    scales, half_scales = torch.ones(rows), torch.ones(rows, dtype=torch.bfloat16)
+    held = {
+        WeightFormat("dense"): {"weight": codes.bfloat16()},
+        WeightFormat("w8a8-int8"): {"weight": to_panels(codes), "scale": scales},
+        WeightFormat("w8a8-fp8"): {"weight": to_panels(codes.view(torch.float8_e4m3fn)), "scale": scales},
+        WeightFormat("w8a16-int8"): {"weight": to_fragments(codes), "scale": half_scales},
+        WeightFormat("w4a16", group_size): pack_fragments(nibbles, scale, zero),
+    }
+    for weight_format, tensors in held.items():
+        planned = footprint.gpu_linear_bytes(weight_format, rows, columns, "bfloat16")
+        assert planned == tensor_bytes(tensors), weight_format
+    plain = footprint.gpu_linear_bytes(WeightFormat("w4a16", group_size), rows, columns, "float32")
+    assert plain == tensor_bytes([nibbles, scale.float(), zero])
+
+
+def test_a_fused_product_is_planned_as_one():
+    """300 rows of three linears are padded together, not each by itself."""
+    config = dataclasses.replace(SMOLLM2_135M, num_layers=1, num_heads=3, num_kv_heads=1, head_dim=50)
+    planned = footprint.weight_bytes(config, WeightFormat("w4a16", 64), place="gpu")
+    dense = footprint.weight_bytes(config)
+    qkv = footprint.gpu_linear_bytes(WeightFormat("w4a16", 64), 250, 576, "bfloat16")
+    assert qkv == 256 * (640 // 2 + 4 * 10)
+    others = [(576, 150), (2 * 1536, 576), (576, 1536)]
+    linears = sum(rows * columns * 2 for rows, columns in [(250, 576), *others])
+    packed = qkv + sum(
+        footprint.gpu_linear_bytes(WeightFormat("w4a16", 64), *shape, "bfloat16") for shape in others
+    )
+    assert planned == dense - linears + packed

@@ -1,0 +1,174 @@
+"""How much memory an engine may use, and what must fit into it before the first page: plain ints, no torch.
+
+A GPU's budget is a share of the whole device, or a number of bytes for everything that the process has there,
+CUDA's own context included; what other processes hold is not there to be taken. A CPU's is what the engine
+needs and a modest pool. Where a GPU's budget is small and nobody chose the tokens of a step, a step becomes
+smaller, so that its peak does not eat what the weights leave for pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from qinfer.config import ModelConfig
+from qinfer.engine.activations import (
+    LEAST_TOKENS,
+    RUNTIME,
+    SHARE,
+    cpu_step_bytes,
+    gpu_step_bytes,
+    graph_bytes,
+)
+from qinfer.engine.footprint import (
+    DENSE,
+    GIB,
+    ITEM_BYTES,
+    Pages,
+    WeightFormat,
+    format_size,
+    weight_bytes,
+)
+from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL = 2 * GIB  # a CPU engine's KV pool unless it is told otherwise: 93,200 bf16 tokens of SmolLM2-135M
+CPU_SHARE = 0.9  # and never more than this share of the RAM that is available now
+
+
+def measured_use(free_before: int, free_after: int) -> int:
+    """Bytes that a load or a profile run took, from free memory before and after; never negative.
+
+    A neighbour may release memory meanwhile: then free memory grows, and that is a warning, not an error.
+    """
+    if free_after > free_before:
+        logger.warning(
+            "free memory grew from %s to %s while it was measured: another process released some",
+            format_size(free_before),
+            format_size(free_after),
+        )
+    return max(0, free_before - free_after)
+
+
+def budget_for(total: int, free: int, utilization: float = 0.92, memory: int | None = None) -> int:
+    """Bytes that this engine may use: `memory` or a share of the device; UserError if they are not free."""
+    if memory is None and not 0 < utilization <= 1:
+        raise UserError(f"gpu_memory_utilization {utilization} must lie in (0, 1]", "gpu_memory_utilization")
+    budget = int(total * utilization) if memory is None else memory
+    if budget > free:
+        asked = f"{utilization} of {format_size(total)}" if memory is None else "asked for"
+        raise UserError(
+            f"a memory budget of {format_size(budget)} ({asked}) is more than the {format_size(free)} "
+            "that are free: lower it or free memory",
+            "memory",
+        )
+    return budget
+
+
+class Demand(NamedTuple):
+    """What must fit before the first KV page, in bytes."""
+
+    weights: int
+    activations: int = 0
+    graphs: int = 0
+    reserve: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def cpu_budget(
+    available: int, demand: Demand, page: Pages, max_tokens: int, memory: int | None = None
+) -> int:
+    """Budget of a CPU engine: `memory` if given, else `demand` and a pool for `max_tokens`, at most CPU_POOL.
+
+    Never more than the RAM that is `available` (CPU_SHARE of it when nobody chose); else a UserError.
+    """
+    if memory is not None:
+        return budget_for(available, available, memory=memory)
+    wanted = min(CPU_POOL, -(-max_tokens // page.block_size) * page.num_bytes)
+    return min(int(available * CPU_SHARE), demand.total + wanted)
+
+
+class Space(NamedTuple):
+    """Memory of the device that a model runs on, in bytes."""
+
+    on_gpu: bool
+    total: int
+    available: int
+
+
+def require_weights_fit(weights: int, space: Space, options: EngineOptions) -> None:
+    """UserError with both numbers, before anything is loaded, where the weights alone exceed the budget.
+
+    `weights` are the bytes of the checkpoint's files. So is a budget beyond the memory that is free.
+    """
+    budget, what = space.available, "memory that is free"
+    if options.memory is not None or (space.on_gpu and not options.has_fixed_pool):
+        budget = budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
+        what = "memory budget"
+    if weights >= budget:
+        raise UserError(
+            f"the weights alone need {format_size(weights)} and the {what} is {format_size(budget)}: "
+            "nothing was loaded; take a smaller model, quantize it, or give it more memory",
+            "memory",
+        )
+
+
+def budget_of(space: Space, demand: Demand, page: Pages, limits: StepLimits, options: EngineOptions) -> int:
+    """The budget of an engine in this space: the same for `serve` and, before anything is loaded, `plan`."""
+    if space.on_gpu:
+        return budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
+    max_tokens = limits.max_num_seqs * limits.max_model_len
+    return cpu_budget(space.available, demand, page, max_tokens, options.memory)
+
+
+def planned_demand(
+    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, dtype: str, *, on_gpu: bool
+) -> Demand:
+    """What an engine of these limits is planned to take before its first page, weights in `weight_format`."""
+    if on_gpu:
+        weights = weight_bytes(config, weight_format, dtype, place="gpu")
+        step = gpu_step_bytes(config, limits, weight_format, dtype)
+        return Demand(weights, step, graph_bytes(config, limits), RUNTIME)
+    weights = weight_bytes(config, weight_format, dtype, place="cpu")
+    return Demand(weights, cpu_step_bytes(config, limits, ITEM_BYTES[dtype]))
+
+
+def shorten_steps(
+    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, dtype: str, room: int
+) -> StepLimits:
+    """Limits with so few tokens a step that its planned peak is a small part of `room`, on a GPU.
+
+    `room` is what weights leave of the budget, in bytes. Steps are not shortened where that saves little, and
+    there are always tokens for every sequence, and for the longest prompt where it may not be split.
+    """
+
+    def peak(limits: StepLimits) -> int:
+        return gpu_step_bytes(config, limits, weight_format, dtype)
+
+    least = max(LEAST_TOKENS, limits.max_num_seqs, 0 if limits.chunked_prefill else limits.max_model_len)
+    while room < SHARE * peak(limits):
+        shorter = limits._replace(max_num_batched_tokens=limits.max_num_batched_tokens // 2)
+        if shorter.max_num_batched_tokens < least or peak(shorter) > 0.9 * peak(limits):
+            break
+        limits = shorter
+    return limits
+
+
+def unquantized_demand(
+    config: ModelConfig, options: EngineOptions, limits: StepLimits, demand: Demand, total: int | None
+) -> Demand:
+    """What the unquantized model takes before its first page where the quantized one takes `demand`.
+
+    On a GPU with a budget of `total` bytes it takes shorter steps if it must; on a CPU (None) the same ones.
+    """
+    if total is None:
+        return demand._replace(weights=weight_bytes(config))
+    if options.max_num_batched_tokens is None:
+        room = total - weight_bytes(config)
+        limits = shorten_steps(config, limits, DENSE, config.dtype, room)
+    return planned_demand(config, limits, DENSE, config.dtype, on_gpu=True)._replace(reserve=demand.reserve)
