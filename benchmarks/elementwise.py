@@ -13,15 +13,13 @@ float32 partial sums, as a product that cut its inner dimension leaves them.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from graph_timing import L2_TWICE, copy_bandwidth, microseconds
+from graph_timing import L2_TWICE, microseconds
+from report import Row, run
 from torch import Tensor
 
 from qinfer.kernels import (
@@ -160,31 +158,23 @@ def summary(found: dict[str, Any], copy: float) -> str:
     return f"{times}  {found['tb_s'] / copy:5.1%} of copy  {of_equal:5.1%} of an equal one"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="file for the JSON document")
-    out = parser.parse_args().out
-    torch.manual_seed(0)
-    copy = copy_bandwidth()
-    print(f"copy {copy:.2f} TB/s")
-    table = []
+def calls() -> Iterator[Callable[[], Any]]:
+    """Each case once."""
+    for rows in ROWS:
+        for hidden, gated in WIDTHS:
+            for case in cases(rows, hidden, gated):
+                yield lambda case=case: case.call(*case.inputs())
+
+
+def measured(copy: float) -> Iterator[Row]:
     for rows in ROWS:
         for hidden, gated in WIDTHS:
             for case in cases(rows, hidden, gated):
                 found = measure(case, rows)
                 width = hidden if "norm" in case.name else gated
-                table.append({"op": case.name, "rows": rows, "width": width, **found})
-                print(f"{case.name:26} {rows:5} x {width:5}: {summary(found, copy)}")
-    document = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "copy_tb_s": copy,
-        "rows": table,
-    }
-    print(json.dumps(document))
-    if out:
-        out.write_text(json.dumps(document, indent=1) + "\n")
+                line = f"{case.name:26} {rows:5} x {width:5}: {summary(found, copy)}"
+                yield {"op": case.name, "rows": rows, "width": width, **found}, line
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, calls, measured)

@@ -10,12 +10,13 @@ probability, as in text. The floor is the time to read the logits once.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
-from graph_timing import L2_TWICE, copy_bandwidth, microseconds
+from graph_timing import L2_TWICE, microseconds
+from report import Row, run
 from torch import Tensor
 
 from qinfer.kernels import fused_sampling_triton
@@ -42,16 +43,14 @@ def by_sorting(logits: Tensor, uniform: Tensor, temperature: Tensor, top_p: Tens
     return tokens.gather(1, place.clamp_max(VOCAB - 1))
 
 
-def measure(kind: str, batch: int) -> dict[str, float]:
-    """Microseconds of each way to choose a token for each row."""
+def ways(batch: int) -> dict[str, Callable[[Tensor], Any]]:
+    """Each way to choose a token for each row of logits."""
     ops = fused_sampling_triton
-    count = max(2, min(16, L2_TWICE // (4 * batch * VOCAB) + 1))
-    sets = [random_logits(kind, batch) for _ in range(count)]
     uniform = torch.rand(batch, device="cuda", dtype=torch.float64)
     temperature = torch.full((batch,), 0.8, device="cuda")
     top_k = torch.full((batch,), 50, device="cuda")
     top_p, min_p = torch.full((batch,), 0.9, device="cuda"), torch.full((batch,), 0.01, device="cuda")
-    calls = {
+    return {
         "greedy": ops.greedy,
         "torch.max": lambda x: x.max(1),
         "temperature": lambda x: ops.sample(x, uniform, temperature),
@@ -60,39 +59,37 @@ def measure(kind: str, batch: int) -> dict[str, float]:
         "top_p by sorting": lambda x: by_sorting(x, uniform, temperature, top_p),
         "torch.sort alone": lambda x: x.sort(1, descending=True),
     }
+
+
+def measure(kind: str, batch: int) -> dict[str, float]:
+    """Microseconds of each way."""
+    count = max(2, min(16, L2_TWICE // (4 * batch * VOCAB) + 1))
+    sets = [random_logits(kind, batch) for _ in range(count)]
     slow = ("top_p by sorting", "torch.sort alone")
     return {
         name: microseconds([lambda x=x, f=f: f(x) for x in (sets[:4] if name in slow else sets)])
-        for name, f in calls.items()
+        for name, f in ways(batch).items()
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, help="file for the JSON document")
-    out = parser.parse_args().out
-    torch.manual_seed(0)
-    copy = copy_bandwidth()
-    print(f"copy {copy:.2f} TB/s")
-    table = []
+def calls() -> Iterator[Callable[[], Any]]:
+    """Each kernel once."""
+    for batch in BATCHES:
+        logits = torch.zeros(batch, VOCAB, device="cuda")
+        for name in ("greedy", "temperature", "top_p", "top_k, top_p, min_p"):
+            yield partial(ways(batch)[name], logits)
+
+
+def measured(copy: float) -> Iterator[Row]:
     for batch in BATCHES:
         floor = 4 * batch * VOCAB / copy / 1e6
         for kind in ("normal", "zipf"):
             found = measure(kind, batch)
-            table.append({"batch": batch, "vocab": VOCAB, "logits": kind, "floor_us": floor, **found})
             times = "  ".join(f"{name} {time:.1f}" for name, time in found.items())
             gain = found["top_p by sorting"] / found["top_p"]
-            print(f"B{batch:<3} {kind:6} floor {floor:.1f} us: {times}; top_p {gain:.1f}x sorting")
-    document = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "copy_tb_s": copy,
-        "rows": table,
-    }
-    print(json.dumps(document))
-    if out:
-        out.write_text(json.dumps(document, indent=1) + "\n")
+            line = f"B{batch:<3} {kind:6} floor {floor:.1f} us: {times}; top_p {gain:.1f}x sorting"
+            yield {"batch": batch, "vocab": VOCAB, "logits": kind, "floor_us": floor, **found}, line
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, calls, measured)
