@@ -24,6 +24,13 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
     return fp8_per_token(_normed(summed(x), weight, eps, offset))
 
 
+def rms_norm_parts(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The RMS norm [T, H] in `dtype` of what partial sums x [S, T, H] add up to."""
+    return _normed(summed(x), weight, eps, offset).to(dtype)
+
+
 def add_rms_norm_parts(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:

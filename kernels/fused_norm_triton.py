@@ -18,6 +18,13 @@ def rms_norm_fp8(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> 
     return _coded(x, Norm(weight, eps, offset), torch.float8_e4m3fn)
 
 
+def rms_norm_parts(
+    x: Tensor, weight: Tensor, eps: float, offset: float = 0.0, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """As its meaning."""
+    return run(x, Norm(weight, eps, offset), dtype).stored
+
+
 def add_rms_norm_parts(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float = 0.0, multiplier: float = 1.0
 ) -> tuple[Tensor, Tensor]:

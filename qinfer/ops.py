@@ -185,8 +185,12 @@ def gelu_mul(gate_up: Tensor) -> Tensor:
     return _activation.gelu_mul(gate_up)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Product, weight: Tensor, eps: float, *, offset: float = 0.0) -> Tensor:
     """RMS norm over the last dimension, times (offset + weight): [..., H] -> [..., H]."""
+    if isinstance(x, Parts):
+        return _backend.run(_fused_norm.rms_norm_parts, x.sums, weight, eps, offset, x.dtype)
+    if isinstance(x, Unscaled):
+        x = scaled(x)
     if x.is_cuda:
         return _backend.run(_norm.rms_norm, x, weight, eps, offset)
     return _norm.rms_norm(x, weight, eps, offset)

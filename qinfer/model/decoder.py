@@ -108,13 +108,13 @@ class Layer:
             )
         x = self.attention(normed, rope, attend, tap)
         if self.attention_out_norm is not None:
-            x = ops.rms_norm(ops.scaled(x), self.attention_out_norm, eps, offset=offset)
+            x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
         normed, hidden = ops.add_rms_norm_to(
             mlp_codes, x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier
         )
         x = self.mlp(normed, tap)
         if self.mlp_out_norm is not None:
-            x = ops.rms_norm(ops.scaled(x), self.mlp_out_norm, eps, offset=offset)
+            x = ops.rms_norm(x, self.mlp_out_norm, eps, offset=offset)
         return x, hidden
 
 

@@ -87,6 +87,8 @@ def test_partial_sums(parts: int) -> None:
         out, again = fused_norm_triton.add_rms_norm_parts(x, residual, weight, EPS, 0.0, 0.5)
         assert torch.equal(again, total)
         assert error_ratio(out, normed(total, weight, 0.0)) < BOUND[torch.bfloat16]
+        alone = fused_norm_triton.rms_norm_parts(x, weight, EPS, 1.0, torch.bfloat16)
+        assert error_ratio(alone, normed(x.sum(0), weight, 1.0)) < BOUND[torch.bfloat16]
 
 
 def gated(name: str, gate_up: Tensor) -> Tensor:

@@ -91,6 +91,8 @@ def test_fused_norms(kind: str, parts: int) -> None:
     if kind == "parts":
         assert out[0].dtype == torch.float16
         assert error_ratio(out[0], normed(total, weight)) < BOUND[torch.float16]
+        alone = fused_norm_triton.rms_norm_parts(x, weight, EPS, OFFSET, torch.float16)
+        assert error_ratio(alone, normed(wide, weight)) < BOUND[torch.float16]
     else:
         check_codes(*out, normed(total, weight))
         check_codes(
