@@ -20,7 +20,7 @@ from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.kv_unpack_triton import FP8, INT8, PLAIN
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.paged_attention import Geometry, PagedBatch
-from qinfer.kernels.paged_decode_triton import LOG2E, decode_kernel
+from qinfer.kernels.paged_decode_triton import decode_kernel
 from qinfer.kernels.paged_plan_triton import RowPlan, plan_rows
 from qinfer.kernels.paged_prefill_triton import prefill_kernel
 from qinfer.kernels.paged_prefill_warps_triton import prefill_by_warps
@@ -38,6 +38,7 @@ from qinfer.kernels.paged_shapes_triton import (
     table_name,
     warps_constants,
 )
+from qinfer.kernels.paged_walk_triton import LOG2E
 from qinfer.kernels.tiles import Declined, tile
 from qinfer.kernels.warps_triton import descriptor, descriptor_type
 from qinfer.kernels.write_kv_triton import kind_of

@@ -3,8 +3,7 @@
 
 One program takes one piece of one row's tokens (`paged_plan_triton`) for one KV head, with all the query
 heads that share it: K and V are read once. It is bound by memory, so everything serves to keep loads in
-flight: the page id of the next tile is loaded one tile ahead (a load that waits for a load would halve the
-depth of the pipeline), a tile within one page needs one id, and masks are data, not branches.
+flight: page ids are loaded one tile ahead (`paged_walk_triton`), and masks are data, not branches.
 
 Softmax is online, in base 2. A row of one piece is finished here. Otherwise each piece leaves its sums, and
 the program that finishes last, known by an atomic counter, adds the pieces up in their order, whichever
@@ -13,11 +12,9 @@ order they came in, and sets the counter back to zero.
 What nobody owns may be NaN. K beyond the row's tokens only reaches logits that are overwritten; V there, and
 before a window, would turn 0 * NaN into NaN, so it is loaded as zero.
 
-Page ids are loaded with a mask and `other=0`: the pipeliner runs the last iterations' prefetches as copies of
-zero bytes, whose addresses come from ids that were not loaded, and the table is not read past a row. (That is
-not why a prototype of this kernel died of an illegal access while it was timed, with 256 rows of 640 tokens
-in fp8. Triton's do_bench_cudagraph runs on a stream of its own, which does not wait for the one that makes
-the inputs: it read the table before it was written. With one synchronization before timing the fault is gone,
+(A prototype of this kernel died of an illegal access while it was timed, with 256 rows of 640 tokens in fp8.
+Triton's do_bench_cudagraph runs on a stream of its own, which does not wait for the one that makes the
+inputs: it read the table before it was written. With one synchronization before timing the fault is gone,
 with a table that is written late it comes every time, and a memory checker finds nothing in the kernel.)
 """
 
@@ -28,15 +25,7 @@ import triton.language as tl
 
 from qinfer.kernels.kv_unpack_triton import INT8, PLAIN, unpack_pairs
 from qinfer.kernels.paged_plan_triton import ITEM
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1.0e30)  # finite: -inf minus -inf is NaN
-
-
-@triton.jit
-def soft_cap(logits, softcap):
-    """softcap * tanh(logits / softcap) in base 2, by the exponential; right for any size of logits."""
-    return softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E / softcap)) + 1.0))
+from qinfer.kernels.paged_walk_triton import LOWEST, page_ids, slots_of, soft_cap
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "window", "num_kv_heads"])
@@ -113,21 +102,12 @@ def decode_kernel(
     pages = table + seq.to(tl.int64) * table_stride
     SCALAR: tl.constexpr = PAGE % TILE == 0 and UNIT % TILE == 0
     stop = tl.minimum(length, end)
-    if SCALAR:
-        page = tl.load(pages + begin // PAGE, mask=begin < stop, other=0)
-    else:
-        page = tl.load(pages + (begin + token) // PAGE, mask=begin + token < stop, other=0)
+    page = page_ids(pages, begin, stop, TILE, PAGE, SCALAR)
 
     for at in tl.range(begin, end, TILE):
         here = at + token
-        if SCALAR:
-            slot = (page * num_kv_heads + kv_head) * PAGE + token
-            if PAGE != TILE:
-                slot += at % PAGE
-            next_page = tl.load(pages + (at + TILE) // PAGE, mask=at + TILE < stop, other=0)
-        else:
-            slot = (page * num_kv_heads + kv_head) * PAGE + here % PAGE
-            next_page = tl.load(pages + (here + TILE) // PAGE, mask=here + TILE < stop, other=0)
+        slot = slots_of(page, at, kv_head, num_kv_heads, TILE, PAGE, SCALAR)
+        page = page_ids(pages, at + TILE, stop, TILE, PAGE, SCALAR)
         owned = (here < stop) & (here >= lowest) if WINDOW else here < stop
         offset = slot[:, None] * WIDTH + lane[None, :]
         if LANES == WIDTH:
@@ -165,7 +145,6 @@ def decode_kernel(
             even = tl.dot(p, v_even, even, input_precision="ieee")
             odd = tl.dot(p, v_odd, odd, input_precision="ieee")
         top = new_top
-        page = next_page
 
     total = tl.sum(weights, 1)
     out_at = out + (row.to(tl.int64) * num_kv_heads + kv_head) * GROUP * DIM

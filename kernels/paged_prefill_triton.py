@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from qinfer.kernels.kv_unpack_triton import INT8
-from qinfer.kernels.paged_decode_triton import LOWEST, soft_cap
+from qinfer.kernels.paged_walk_triton import LOWEST, page_ids, slots_of, soft_cap
 
 
 @triton.jit
@@ -57,22 +57,12 @@ def _tiles(
     lane = tl.arange(0, LANES)
     top, total, result = state_top, state_total, state_sum
     SCALAR: tl.constexpr = PAGE % TILE == 0
-    # ids that are not loaded are 0, never undefined: see `paged_decode_triton`
-    if SCALAR:
-        page = tl.load(pages + first * TILE // PAGE, mask=first * TILE < length, other=0)
-    else:
-        page = tl.load(pages + (first * TILE + token) // PAGE, mask=first * TILE + token < length, other=0)
+    page = page_ids(pages, first * TILE, length, TILE, PAGE, SCALAR)
     for tile in tl.range(first, last):
         at = tile * TILE
         here = at + token
-        if SCALAR:
-            slot = (page * num_kv_heads + kv_head) * PAGE + token
-            if PAGE != TILE:
-                slot += at % PAGE
-            next_page = tl.load(pages + (at + TILE) // PAGE, mask=at + TILE < length, other=0)
-        else:
-            slot = (page * num_kv_heads + kv_head) * PAGE + here % PAGE
-            next_page = tl.load(pages + (here + TILE) // PAGE, mask=here + TILE < length, other=0)
+        slot = slots_of(page, at, kv_head, num_kv_heads, TILE, PAGE, SCALAR)
+        page = page_ids(pages, at + TILE, length, TILE, PAGE, SCALAR)
         offset = slot[:, None] * DIM + lane[None, :]
         if MASKED:
             owned = (here < length) & (here >= seen_from)
@@ -115,7 +105,6 @@ def _tiles(
                 p *= tl.load(v_scales + slot)[None, :]
         result = tl.dot(p.to(PV_TYPE), v_tile.to(PV_TYPE), result, input_precision="ieee")
         top = new_top
-        page = next_page
     return top, total, result
 
 
