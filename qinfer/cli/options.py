@@ -24,7 +24,10 @@ DtypeOption = Annotated[
     str, typer.Option(help="auto, bfloat16, float16 or float32: of activations and dense weights.")
 ]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Hard budget for weights, activations and KV pool, such as 24GiB.")
+    str | None,
+    typer.Option(
+        help="Hard budget for all that the process holds there, weights and KV pool included, such as 24GiB."
+    ),
 ]
 GpuMemoryUtilizationOption = Annotated[
     float | None,
