@@ -240,10 +240,10 @@ class FakeRunner:
         self._prompts: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
-        """Logits [S, V] of the scripted tokens; asserts that chunks are not empty, pending ones unknown."""
+        """Logits [S, V] of the scripted tokens; asserts that no chunk is empty, or of unknown tokens."""
         self.plans.append(plan)
         assert all(chunk.start < chunk.stop for chunk in plan.chunks)
-        assert all((chunk.stop > len(token_ids[chunk.seq_id])) == chunk.pending for chunk in plan.chunks)
+        assert all(chunk.pending or chunk.stop <= len(token_ids[chunk.seq_id]) for chunk in plan.chunks)
         sampled = [chunk for chunk in plan.chunks if chunk.sample]
         logits = torch.zeros(len(sampled), self._vocab_size)
         for row, chunk in zip(logits, sampled, strict=True):

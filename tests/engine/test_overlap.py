@@ -1,0 +1,173 @@
+"""Booking one step late changes nothing that a user sees: a launched engine beside one that waits."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qinfer.engine.engine import Engine
+from qinfer.engine.options import EngineOptions
+from qinfer.outputs import RequestOutput
+from qinfer.sampling_params import SamplingParams
+from qinfer.testing import FakeRunner
+
+VOCAB = 384
+LoadTiny = Callable[..., Any]
+
+
+def script(prompt: list[int]) -> list[int]:
+    """What a sequence of that prompt says: any tokens, among them ends (256, 258)."""
+    rng = random.Random(str(prompt))
+    return [rng.choice((rng.randrange(32, 127), rng.randrange(VOCAB))) for _ in range(200)]
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(256) for _ in range(length)]
+
+
+@pytest.fixture(scope="module")
+def engine_of(load_tiny: LoadTiny) -> Callable[..., Engine]:
+    decoder, tokenizer = load_tiny("llama3")
+
+    def make(overlaps: bool, says: Any = script, **options: Any) -> Engine:
+        runner = FakeRunner(VOCAB, says, overlaps=overlaps)
+        return Engine(decoder, tokenizer, EngineOptions(**{"num_kv_blocks": 64, **options}), runner=runner)
+
+    return make
+
+
+def run(
+    engine: Engine,
+    requests: list[tuple[int, list[int], SamplingParams]],
+    aborts: dict[str, int] | None = None,
+) -> dict[str, RequestOutput]:
+    """Adds requests (the step in which they come, prompt, parameters) and steps to the end."""
+    outputs: dict[str, RequestOutput] = {}
+    step = 0
+    while engine.has_unfinished() or any(at >= step for at, _, _ in requests):
+        for i, (at, prompt, params) in enumerate(requests):
+            if at == step:
+                engine.add(str(i), prompt, params)
+        for request_id, at in (aborts or {}).items():
+            if at == step:
+                engine.abort(request_id)
+        for output in engine.step():
+            before = outputs.get(output.request_id)
+            assert before is None or not before.finished
+            if before is not None:
+                for old, new in zip(before.outputs, output.outputs, strict=True):
+                    assert list(new.token_ids[: len(old.token_ids)]) == list(old.token_ids)
+                    assert new.text.startswith(old.text)
+            outputs[output.request_id] = output
+        engine.pages.check([seq.pages for seq in engine.scheduler.running])
+        step += 1
+    assert engine.pages.num_free == engine.pages.num_pages
+    assert (engine._sequences, engine._requests, engine._under_way) == ({}, {}, None)
+    assert sorted(engine.scheduler._lanes) == list(range(engine.limits.max_num_seqs))
+    return outputs
+
+
+def told(output: RequestOutput) -> list[tuple[Any, ...]]:
+    return [(list(o.token_ids), o.text, o.finish_reason, o.stop_reason, o.logprobs) for o in output.outputs]
+
+
+params_of = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.0, 1.0, 2.0]),
+    seed=st.integers(0, 99),
+    max_tokens=st.integers(1, 60),
+    min_tokens=st.sampled_from([0, 0, 0, 1]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3),
+    stop=st.lists(st.sampled_from(["a", "e", "th"]), max_size=1),
+    logprobs=st.sampled_from([None, None, None, None, 1]),
+    repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.5]),
+    bad_words=st.sampled_from([[], [], [], ["b"]]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 70), st.integers(0, 3), params_of),
+        min_size=1,
+        max_size=8,
+    ),
+    aborts=st.dictionaries(st.integers(0, 7).map(str), st.integers(0, 20), max_size=2),
+    num_pages=st.integers(9, 30),
+    budget=st.integers(4, 64),
+    caching=st.booleans(),
+)
+def test_outputs_are_those_of_an_engine_that_waits(
+    engine_of: Callable[..., Engine],
+    requests: list[tuple[int, int, int, SamplingParams]],
+    aborts: dict[str, int],
+    num_pages: int,
+    budget: int,
+    caching: bool,
+) -> None:
+    options = {
+        "num_kv_blocks": num_pages,
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": 4,
+        "enable_prefix_caching": caching,
+    }
+    given_requests = [(at, prompt_of(length, seed), params) for at, length, seed, params in requests]
+    late = run(engine_of(True, **options), given_requests, aborts)
+    at_once = run(engine_of(False, **options), given_requests, aborts)
+    for i, (at, _, _) in enumerate(given_requests):
+        if str(i) in aborts and aborts[str(i)] >= at:
+            continue  # how far it got is a matter of time
+        assert told(late[str(i)]) == told(at_once[str(i)])
+
+
+def test_the_next_plan_is_made_before_the_tokens_are_known(engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(True, [70, 71, 72, 73])
+    engine.add("a", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))
+    assert engine.step() == []
+    seen = [[list(o.outputs[0].token_ids) for o in engine.step()] for _ in range(3)]
+    assert seen == [[[70]], [[70, 71]], [[70, 71, 72]]]
+    plans = engine.runner.plans
+    assert [[(c.start, c.stop, c.pending) for c in plan.chunks] for plan in plans] == [
+        [(0, 3, False)],
+        [(3, 4, True)],
+        [(4, 5, True)],  # and none for what max_tokens rules out
+    ]
+
+
+def test_the_step_after_an_end_is_dropped_and_its_pages_serve_others(
+    engine_of: Callable[..., Engine],
+) -> None:
+    engine = engine_of(True, [70, 71, 258, 73], num_kv_blocks=4)
+    outputs = run(engine, [(0, prompt_of(30, i), SamplingParams(temperature=0.0)) for i in range(3)])
+    for output in outputs.values():
+        assert list(output.outputs[0].token_ids) == [70, 71, 258]
+        assert output.outputs[0].finish_reason == "stop"
+    extra = [c for plan in engine.runner.plans for c in plan.chunks if c.start == 32]
+    assert [chunk.pending for chunk in extra] == [True] * 3  # the end's own step, in vain
+    assert engine.stats().generation_tokens == 9
+
+
+def test_who_looks_back_is_booked_at_once(engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(True, [70, 71, 72, 73])
+    engine.add("plain", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=6))
+    engine.step()
+    engine.add("told", [4, 5], SamplingParams(temperature=0.0, max_tokens=3, logprobs=1))
+    engine.step()
+    for plan in engine.runner.plans[1:]:
+        assert all(not chunk.pending for chunk in plan.chunks if chunk.seq_id == 1)
+    while engine.has_unfinished():
+        engine.step()
+    assert [c.pending for plan in engine.runner.plans for c in plan.chunks if c.seq_id == 1] == [False] * 3
+
+
+def test_a_full_page_of_the_last_known_token_is_found_again(engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(True, [65 + i for i in range(26)])
+    params = SamplingParams(temperature=0.0, max_tokens=18, ignore_eos=True)
+    first = run(engine, [(0, prompt_of(15, 0), params)])["0"].outputs[0]
+    again = run(engine, [(0, [*prompt_of(15, 0), *first.token_ids, 5], params)])
+    assert again["0"].num_cached_tokens == 32
