@@ -122,6 +122,19 @@ def test_calibrate_and_evals_meet_in_jobs_only():
     assert outsiders == {"qinfer.jobs"}
 
 
+def test_benchmarks_know_everyone_and_only_the_command_line_knows_them():
+    importers_of_bench = importers("qinfer.bench")
+    assert importers_of_bench == inside(importers_of_bench, "qinfer.bench", "qinfer.cli")
+    assert not inside(importers("fastapi", "uvicorn", "pydantic", "qinfer.server"), "qinfer.bench")
+
+
+def test_a_benchmark_needs_no_web_framework():
+    code = "import json, sys, qinfer.bench.throughput, qinfer.bench.latency, qinfer.cli.bench"
+    loaded = set(json.loads(run_python(f"{code}; print(json.dumps(sorted(sys.modules)))")))
+    assert "qinfer.llm" in loaded
+    assert not {"fastapi", "uvicorn", "starlette", "prometheus_client"} & loaded
+
+
 def test_only_the_command_line_imports_typer():
     typer = importers("typer", "click")
     assert typer

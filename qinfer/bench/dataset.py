@@ -104,7 +104,7 @@ class Dataset:
         if self.spread == "log":
             drawn = np.exp(generator.uniform(math.log(low), math.log(high + 1), size=self.num_prompts))
             return [min(high, int(length)) for length in drawn]
-        return generator.integers(low, high + 1, size=self.num_prompts).tolist()
+        return [int(length) for length in generator.integers(low, high + 1, size=self.num_prompts)]
 
     def _sharegpt(self, text: str, path: Path, tokenizer: Tokenizer) -> Iterator[BenchRequest]:
         for entry in _parsed(text, path):

@@ -28,6 +28,10 @@ class Machine(NamedTuple):
     bandwidth: float
     rate: float
 
+    def seconds(self, moved: float, operations: float) -> float:
+        """The least time for moving so many bytes while doing so many operations."""
+        return max(operations / self.rate, moved / self.bandwidth)
+
 
 class Work(NamedTuple):
     """One request: its prompt, of which `cached` tokens need no computing, and `n` answers."""
@@ -86,10 +90,9 @@ def roofline(
 ) -> Roofline:
     """The least time for all of `work`, at most so many sequences and tokens at once."""
     prefill, decode = _prefill(costs, work, max_num_batched_tokens), _decode(costs, work, max_num_seqs)
-    seconds = [
-        max(operations / machine.rate, moved / machine.bandwidth) for moved, operations in (prefill, decode)
-    ]
-    return Roofline(*seconds, prefill[0] + decode[0], prefill[1] + decode[1])
+    return Roofline(
+        machine.seconds(*prefill), machine.seconds(*decode), prefill[0] + decode[0], prefill[1] + decode[1]
+    )
 
 
 def _prefill(costs: Costs, work: Sequence[Work], max_num_batched_tokens: int) -> tuple[float, float]:

@@ -16,7 +16,6 @@ from itertools import count
 from qinfer.bench.dataset import BenchRequest
 from qinfer.bench.roofline import Work
 from qinfer.engine.engine import Engine
-from qinfer.errors import UserError
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 
@@ -62,10 +61,7 @@ class Driver:
 
     def run(self, requests: Sequence[BenchRequest], scheduling: str = "continuous") -> Measured:
         """Runs them all and returns what was measured; raises UserError where one can never fit."""
-        if scheduling not in SCHEDULINGS:
-            raise UserError(
-                f"--scheduling must be one of {', '.join(SCHEDULINGS)}, not {scheduling!r}", "scheduling"
-            )
+        assert scheduling in SCHEDULINGS, scheduling
         measured = Measured()
         before = self._engine.stats()
         start = time.perf_counter()

@@ -14,7 +14,8 @@ from typing import Any
 
 from qinfer.bench.dataset import BenchRequest, Dataset
 from qinfer.bench.report import heading, load, roofline_keys, step_keys
-from qinfer.bench.run import Driver
+from qinfer.bench.run import SCHEDULINGS, Driver
+from qinfer.errors import UserError
 
 WARMUP_LEN = 8  # tokens of a warm-up's answer
 
@@ -30,6 +31,13 @@ class Throughput:
     n: int = 1
     temperature: float = 1.0
     detokenize: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises UserError for an unknown scheduling."""
+        if self.scheduling not in SCHEDULINGS:
+            raise UserError(
+                f"--scheduling must be one of {', '.join(SCHEDULINGS)}, not {self.scheduling!r}", "scheduling"
+            )
 
 
 def run(model: str, setting: Throughput, llm_keywords: Mapping[str, Any]) -> dict[str, Any]:
