@@ -136,6 +136,11 @@ class AsyncLLM:
         return self._engine.limits.max_model_len
 
     @property
+    def vocab_size(self) -> int:
+        """The model's: ids are below it."""
+        return self._engine.vocab_size
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait: in the engine's queue or on their way to it."""
         return self.stats.num_waiting + self._handed_over

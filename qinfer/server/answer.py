@@ -61,7 +61,8 @@ class Answer(ABC):
     async def respond(self) -> Response:
         """The HTTP answer; a stream begins with the engine's first output, so earlier faults are HTTP's."""
         if self.request.stream:
-            return EventStream(ended_in_order(await after_first(self.events())))
+            events = ended_in_order(await after_first(self.events()))
+            return EventStream(events, keep_alive=self.state.options.keep_alive_seconds)
         async for _ in self.outputs():
             pass
         return Response(self.body().json_text(), media_type="application/json")
@@ -90,7 +91,7 @@ class Answer(ABC):
             async for index, output in outputs:
                 if chunks := self.chunks(index, output):
                     yield "".join(event(chunk.json_text()) for chunk in chunks)
-        if self.request.include_usage:
+        if self.request.include_usage or self.state.options.force_usage:
             yield event(self.usage_chunk(self.usage()).json_text())
 
     def usage(self) -> Usage:
@@ -99,7 +100,8 @@ class Answer(ABC):
 
     def usage_field(self) -> dict[str, Usage]:
         """`usage` for a chunk: only where the client wants it in every one."""
-        return {"usage": self.usage()} if self.request.continuous_usage else {}
+        wanted = self.request.continuous_usage or self.state.options.force_usage
+        return {"usage": self.usage()} if wanted else {}
 
 
 def encoded(state: ServerState, text: str, keep: int | None, *, add_special_tokens: bool) -> list[int]:

@@ -8,57 +8,63 @@ errors, and the API key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.middleware.cors import CORSMiddleware
 
 from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import chat, completions, errors
-from qinfer.server.exposition import Compat, make_registry
+from qinfer.server import chat, completions, errors, tokens
+from qinfer.server.chat_protocol import ChatRequest
+from qinfer.server.exposition import make_registry
 from qinfer.server.metrics import ServerMetrics
-from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey, check_keys
-from qinfer.server.protocol import ChatRequest, CompletionRequest
+from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
+from qinfer.server.options import ServerOptions
+from qinfer.server.protocol import CompletionRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
-from qinfer.server.wire import ModelCard, ModelList
+from qinfer.server.tokens import DetokenizeRequest, TokenizeRequest
+from qinfer.server.wire import Body, ModelCard, ModelList
 
 GATE_HEADER = "x-qinfer-gate"
-MAX_BODY_BYTES = 32 << 20
 
 
 def build_app(
-    engine: AsyncLLM,
-    *,
-    served_model_names: Sequence[str] | None = None,
-    api_keys: Sequence[str] = (),
-    gate: GateStatus | None = None,
-    metrics_compat: Compat = "vllm",
-    trust_request_chat_template: bool = False,
+    engine: AsyncLLM, options: ServerOptions | None = None, *, gate: GateStatus | None = None
 ) -> FastAPI:
-    """An app that serves `engine`; names and gate are those of its LLM unless given.
-
-    `api_keys` empty: open to all; UserError where one of them is empty. The caller shuts the engine down.
-    """
-    check_keys(api_keys)
-    names = tuple(served_model_names or engine.llm.served_model_names)
-    state = ServerState(engine, names, gate or engine.llm.gate, trust_request_chat_template)
+    """An app that serves `engine`, which the caller shuts down; `gate` is that of its LLM unless given."""
+    options = options or ServerOptions()
+    names = tuple(options.served_model_names or engine.llm.served_model_names)
+    state = ServerState(engine, names, gate or engine.llm.gate, options)
     metrics = ServerMetrics(engine.max_model_len)
     engine.observe(metrics)
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
     app.include_router(_openai_routes(state))
-    app.include_router(_operator_routes(state, metrics, metrics_compat))
-    if api_keys:
-        app.add_middleware(RequireKey, keys=tuple(api_keys))
-    headers = [(GATE_HEADER, state.gate.state)]
-    app.add_middleware(BoundBody, max_bytes=MAX_BODY_BYTES)
-    app.add_middleware(RequestFrame, headers=headers, count=metrics.count_http)  # the outermost
+    app.include_router(_token_routes(state))
+    app.include_router(_operator_routes(state, metrics))
+    _add_layers(app, state, metrics)
     return app
+
+
+def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics) -> None:
+    """What stands around the routes; each goes around those before it."""
+    options = state.options
+    if options.api_keys:
+        app.add_middleware(RequireKey, keys=tuple(options.api_keys))
+    app.add_middleware(BoundBody, max_bytes=options.max_body_bytes)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(options.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", GATE_HEADER],
+        )
+    app.add_middleware(RequestFrame, headers=[(GATE_HEADER, state.gate.state)], metrics=metrics)
 
 
 def _openai_routes(state: ServerState) -> APIRouter:
@@ -86,11 +92,31 @@ def _openai_routes(state: ServerState) -> APIRouter:
     return router
 
 
-def _operator_routes(state: ServerState, metrics: ServerMetrics, compat: Compat) -> APIRouter:
+def _token_routes(state: ServerState) -> APIRouter:
     router = APIRouter()
-    registry = make_registry(state, metrics, compat)
+
+    @router.post("/tokenize", response_model=tokens.Tokenized)
+    async def tokenize(body: TokenizeRequest) -> Response:
+        return _json(await tokens.tokenize(state, body))
+
+    @router.post("/detokenize", response_model=tokens.Detokenized)
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        return _json(await tokens.detokenize(state, body))
+
+    @router.get("/tokenizer_info", response_model=tokens.TokenizerInfo)
+    async def tokenizer_info() -> Response:
+        return _json(tokens.info(state))
+
+    return router
+
+
+def _operator_routes(state: ServerState, metrics: ServerMetrics) -> APIRouter:
+    router = APIRouter()
+    registry = make_registry(state, metrics, state.options.metrics_compat)
 
     @router.get("/health")
+    @router.get("/ping")
+    @router.post("/ping")
     async def health() -> Response:
         try:
             await state.engine.check_health()
@@ -103,6 +129,10 @@ def _operator_routes(state: ServerState, metrics: ServerMetrics, compat: Compat)
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
+    @router.get("/load")
+    async def load() -> Response:
+        return JSONResponse({"server_load": metrics.http_live})
+
     @router.get("/metrics", response_class=Response)
     async def prometheus() -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -110,5 +140,5 @@ def _operator_routes(state: ServerState, metrics: ServerMetrics, compat: Compat)
     return router
 
 
-def _json(body: ModelList | ModelCard) -> Response:
+def _json(body: Body) -> Response:
     return Response(body.json_text(), media_type="application/json")

@@ -13,20 +13,16 @@ from typing import Any
 from starlette.responses import Response
 
 from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.server.answer import Answer, Work, encoded, truncated
+from qinfer.server.answer import Answer, Work
+from qinfer.server.chat_protocol import ChatRequest
+from qinfer.server.conversation import prompt_of
 from qinfer.server.deltas import Delta, Progress
-from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
-from qinfer.server.protocol import ChatRequest
 from qinfer.server.sampling import chat_params, check_room
 from qinfer.server.state import ServerState
 from qinfer.server.wire import Body, Chat, ChatChoice, ChatLogprobs, ChatMessage, Usage
 
 ROLE = "assistant"
-# what the request has fields of its own for; a template variable of that name would contradict them
-_RESERVED = frozenset(
-    {"messages", "add_generation_prompt", "continue_final_message", "tools", "chat_template"}
-)
 
 
 async def answer(state: ServerState, request: ChatRequest, request_id: str) -> Response:
@@ -38,33 +34,10 @@ async def answer(state: ServerState, request: ChatRequest, request_id: str) -> R
 
 def _work(state: ServerState, request: ChatRequest) -> Work:
     engine = state.engine
-    if request.chat_template is not None and not state.trust_request_chat_template:
-        raise ApiError(400, "chat_template in a request is refused: a template is a program", "chat_template")
-    text = engine.tokenizer.render_chat(
-        [message.for_template() for message in request.messages],
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        chat_template=request.chat_template,
-        **_template_variables(request),
-    )
-    token_ids = encoded(state, text, request.truncate_prompt_tokens, add_special_tokens=False)
-    if request.add_special_tokens:
-        token_ids = engine.tokenizer.encode("") + token_ids
-    token_ids = truncated(token_ids, request.truncate_prompt_tokens, engine.max_model_len)
-    if not token_ids:
-        raise ApiError(400, "the template makes no token of these messages", "messages")
+    special = request.add_special_tokens is True
+    token_ids = prompt_of(state, request, keep=request.truncate_prompt_tokens, add_special_tokens=special)
     room = check_room(len(token_ids), engine.max_model_len)
     return Work(token_ids, None, chat_params(request, engine.default_sampling_params, room=room))
-
-
-def _template_variables(request: ChatRequest) -> dict[str, Any]:
-    variables = dict(request.chat_template_kwargs or {})
-    if reserved := sorted(_RESERVED & variables.keys()):
-        raise ApiError(400, f"{reserved[0]} is a field of its own", "chat_template_kwargs")
-    for name in ("documents", "reasoning_effort"):
-        if (value := getattr(request, name)) is not None:
-            variables[name] = value
-    return variables
 
 
 class ChatAnswer(Answer):

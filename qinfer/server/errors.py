@@ -117,7 +117,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> Failure:
     """400 for pydantic's `faults`: one clause per field, the first field as `param`."""
     clauses: dict[str, str] = {}
     for fault in faults[:MAX_FAULTS]:
-        path = _path(fault["loc"][1:], body)
+        path = _path(fault["loc"][1:], body, is_missing=fault["type"] == "missing")
         message = str(fault.get("ctx", {}).get("error") or fault["msg"])[:MAX_QUOTED]
         if fault["type"] == "json_invalid":
             return Failure(400, f"the body is not valid JSON: {message} at character {fault['loc'][-1]}")
@@ -127,7 +127,7 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> Failure:
     return Failure(400, "; ".join(clauses.values()), next(iter(clauses)) or None)
 
 
-def _path(location: Sequence[str | int], body: Any) -> str:
+def _path(location: Sequence[str | int], body: Any, *, is_missing: bool) -> str:
     """The dotted path of a field: of pydantic's location, those steps that lead through the body itself.
 
     Pydantic mixes in names of its own, of union members and validators; they lead nowhere in the body. A
@@ -138,7 +138,7 @@ def _path(location: Sequence[str | int], body: Any) -> str:
         in_list = isinstance(body, list) and isinstance(step, int) and step < len(body)
         if in_list or (isinstance(body, Mapping) and step in body):
             body = body[step]
-        elif not (isinstance(body, Mapping) and position == len(location) - 1):
+        elif not (is_missing and isinstance(body, Mapping) and position == len(location) - 1):
             continue
         steps.append(str(step))
     return ".".join(steps)

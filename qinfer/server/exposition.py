@@ -9,16 +9,16 @@ dashboards and the routers that balance by them work unchanged. (promtool dislik
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from qinfer.server.metrics import FIRST_TOKEN, PER_TOKEN, REASONS, Histogram, ServerMetrics
+from qinfer.server.options import Compat
 from qinfer.server.state import ServerState
 
-Compat = Literal["vllm", "none"]
 GATE_STATES = ("dense", "passed", "ungated")
 
 
@@ -29,6 +29,12 @@ _NUMBERS: Mapping[str, tuple[_Family, str | None, str]] = {
     "requests_waiting": (GaugeMetricFamily, "num_requests_waiting", "Requests waiting for a place."),
     "kv_cache_usage_ratio": (GaugeMetricFamily, "kv_cache_usage_perc", "Share of KV pages in use, 0 to 1."),
     "kv_cache_capacity_tokens": (GaugeMetricFamily, None, "Tokens that the KV pages hold."),
+    "kv_cache_capacity_sequences": (GaugeMetricFamily, None, "Longest sequences that the KV pages hold."),
+    "kv_cache_capacity_unquantized_tokens": (
+        GaugeMetricFamily,
+        None,
+        "Tokens that the unquantized model's KV pages would hold in this memory.",
+    ),
     "engine_ready": (GaugeMetricFamily, None, "1 while the engine takes requests, else 0."),
     "prompt_tokens": (CounterMetricFamily, "prompt_tokens", "Prompt tokens, cached ones too."),
     "cached_prompt_tokens": (CounterMetricFamily, "prompt_tokens_cached", "Prompt tokens not recomputed."),
@@ -105,15 +111,18 @@ class EngineCollector(Collector):
         yield from self._finished()
         yield self._http()
         yield self._gate()
+        yield self._memory()
 
     def _numbers(self) -> Iterator[_Number]:
         engine, counts = self.state.engine, self.metrics
-        stats = engine.stats
+        stats, ledger = engine.stats, engine.llm.engine.ledger
         values: dict[str, float] = {
             "requests_running": stats.num_running,
             "requests_waiting": engine.num_waiting,
             "kv_cache_usage_ratio": stats.kv_usage,
             "kv_cache_capacity_tokens": stats.kv_tokens,
+            "kv_cache_capacity_sequences": ledger.sequences,
+            "kv_cache_capacity_unquantized_tokens": ledger.unquantized.tokens if ledger.unquantized else 0,
             "engine_ready": float(engine.is_running),
             "prompt_tokens": counts.prompt_tokens,
             "cached_prompt_tokens": counts.cached_tokens,
@@ -167,6 +176,16 @@ class EngineCollector(Collector):
         )
         for state in GATE_STATES:
             family.add_metric([state], float(state == self.state.gate.state))
+        return family
+
+    def _memory(self) -> Metric:
+        ledger = self.state.engine.llm.engine.ledger
+        parts = ("budget", "weights", "activations", "graphs", "reserve", "kv_pool")
+        family = GaugeMetricFamily(
+            "qinfer_memory_bytes", "Where the memory goes, by the ledger.", labels=[*self._labels, "part"]
+        )
+        for part in parts:
+            family.add_metric([*self._labels.values(), part], getattr(ledger, part))
         return family
 
     def _vllm_labels(self) -> dict[str, str]:

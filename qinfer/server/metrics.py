@@ -97,6 +97,7 @@ class ServerMetrics:
         self.prompt_tokens = self.cached_tokens = self.generation_tokens = 0
         self.finished: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
         self.http: Counter[tuple[str, str, str]] = Counter()
+        self.http_live = 0  # requests being answered, those of operators not counted
         self.first_token = Histogram(_with_fine(FIRST_TOKEN))
         self.inter_token = Histogram(_with_fine(PER_TOKEN))
         self.per_token = Histogram(_with_fine(PER_TOKEN))

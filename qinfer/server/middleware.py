@@ -10,18 +10,18 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qinfer.errors import UserError
 from qinfer.server.errors import Failure
+from qinfer.server.metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/load", "/metrics", "/docs", "/openapi.json"})
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -29,14 +29,12 @@ class RequestFrame:
     """Gives a request its id and headers, counts its answer, and turns an escaped exception into a 500.
 
     The id is the client's `X-Request-Id` where that is up to 128 visible characters, else a new one; it is in
-    `scope["state"]["request_id"]` and in the answer. `headers` go on every answer. `count` is told the
-    route's path, the method and the status.
+    `scope["state"]["request_id"]` and in the answer. `headers` go on every answer. `metrics` counts answers
+    by the route's path, the method and the status, and those under way outside OPEN_PATHS.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], count: Callable[[str, str, int], None]
-    ) -> None:
-        self.app, self.headers, self.count = app, headers, count
+    def __init__(self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: ServerMetrics) -> None:
+        self.app, self.headers, self.metrics = app, headers, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,6 +54,8 @@ class RequestFrame:
                     headers[name] = value
             await send(message)
 
+        working = scope["path"] not in OPEN_PATHS
+        self.metrics.http_live += working
         try:
             await self.app(scope, receive, framed)
         except Exception:  # nothing above us would answer, and a traceback is for the log only
@@ -64,7 +64,8 @@ class RequestFrame:
                 raise  # the answer has begun: all that is left is to close the connection
             await Failure(500, "internal error").response()(scope, receive, framed)
         finally:
-            self.count(getattr(scope.get("route"), "path", "none"), scope["method"], status)
+            self.metrics.http_live -= working
+            self.metrics.count_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
 
 
 class BoundBody:
@@ -117,12 +118,6 @@ class RequireKey:
         digest = _digest(key.strip())
         matches = [hmac.compare_digest(digest, known) for known in self.digests]  # always all of them
         return any(matches)
-
-
-def check_keys(keys: Sequence[str]) -> None:
-    """UserError for an empty key, which a client without one would match."""
-    if any(not key.strip() for key in keys):
-        raise UserError("an API key is empty: give one that cannot be guessed, or none at all", "api_key")
 
 
 def _digest(key: str) -> bytes:

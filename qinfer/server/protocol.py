@@ -8,7 +8,7 @@ Ranges of sampling fields are checked by `SamplingParams`, once for all faces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 from pydantic import (
     AfterValidator,
@@ -22,7 +22,6 @@ from pydantic import (
 
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
-MAX_MESSAGES = 4096
 _INT64 = 2**63
 
 
@@ -44,7 +43,8 @@ def _kind(value: Any) -> str:
     return f"list[{type(value[0]).__name__}]" if value else "list[int]"
 
 
-def _list_or_not(value: Any) -> str:
+def list_or_not(value: Any) -> str:
+    """Tag of a union of lists and something else."""
     return "list" if isinstance(value, list) else type(value).__name__
 
 
@@ -66,7 +66,7 @@ Stops = Annotated[
     Annotated[Text, Tag("str")]
     | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_STOPS), Tag("list")],
     Discriminator(
-        _list_or_not, custom_error_type="stop_type", custom_error_message="must be text or a list of texts"
+        list_or_not, custom_error_type="stop_type", custom_error_message="must be text or a list of texts"
     ),
 ]
 
@@ -186,82 +186,3 @@ class CompletionRequest(GenerationRequest):
         super().refuse_absent()
         if self.suffix:
             raise NotImplementedError("qinfer does not have fill-in-the-middle (suffix)")
-
-
-class TextPart(BaseModel):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: Text
-
-
-Content = Annotated[
-    Annotated[Text, Tag("str")] | Annotated[list[TextPart], Field(fail_fast=True, min_length=1), Tag("list")],
-    Discriminator(
-        _list_or_not,
-        custom_error_type="content_type",
-        custom_error_message="must be text or a list of text parts",
-    ),
-]
-
-
-class Message(BaseModel):
-    """One turn of a conversation; what a template may read beside role and content is kept."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: Annotated[Text, Field(min_length=1, max_length=64)]
-    content: Content | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"the content of a {self.role!r:.70} message must not be null")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        """The turn as chat templates read it: parts joined by newlines, null content as the empty string."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {"role": self.role, "content": content or "", **extra}
-
-
-class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions."""
-
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: Text | None = None
-    include_reasoning: bool | None = None
-    chat_template: Text | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    echo: bool = False
-
-    @model_validator(mode="after")
-    def _asks_for_what_goes_together(self) -> ChatRequest:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message needs add_generation_prompt=false")
-        if self.tools is not None and not self.tools:
-            raise ValueError("tools must not be an empty list: leave it out")
-        if self.tools is None and self.tool_choice not in (None, "none"):
-            raise ValueError("tool_choice needs tools")
-        return self
-
-    def refuse_absent(self) -> None:
-        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
-        super().refuse_absent()
-        if self.tools and self.tool_choice != "none":
-            raise NotImplementedError("qinfer does not have tools (tools)")

@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,7 @@ from fastapi import FastAPI
 
 from qinfer.async_llm import AsyncLLM
 from qinfer.server.app import build_app
-from qinfer.server.exposition import Compat
-from qinfer.server.middleware import check_keys
+from qinfer.server.options import ServerOptions
 from qinfer.server.waiting import LoadingAnswers, listen
 
 if TYPE_CHECKING:
@@ -40,30 +39,22 @@ GRACE = 3.0  # seconds for answers to end, and again for the step that the engin
 
 def serve(
     load: Callable[[], LLM],
+    options: ServerOptions | None = None,
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    api_keys: Sequence[str] = (),
-    served_model_names: Sequence[str] | None = None,
-    metrics_compat: Compat = "vllm",
     on_ready: Callable[[str, LLM], None] | None = None,
 ) -> None:
     """Serves the model that `load` makes until SIGTERM or SIGINT, then returns; must run on the main thread.
 
     `on_ready` is told the URL and the model once requests are answered; without it a line goes to stderr.
-    Raises UserError where the port is taken or a key is empty, before `load` is called, and whatever `load`
-    raises. A signal during loading raises SystemExit(0).
+    Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A signal
+    during loading raises SystemExit(0).
     """
-    check_keys(api_keys)
     with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
         with LoadingAnswers(listener):
             engine = AsyncLLM(load())
-        app = build_app(
-            engine,
-            served_model_names=served_model_names,
-            api_keys=api_keys,
-            metrics_compat=metrics_compat,
-        )
+        app = build_app(engine, options)
         asyncio.run(_serve(app, engine, listener, on_ready or _say_where))
 
 

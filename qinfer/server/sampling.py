@@ -12,8 +12,9 @@ from dataclasses import fields
 from typing import Any
 
 from qinfer.sampling_params import SamplingParams
+from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.errors import ApiError
-from qinfer.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from qinfer.server.protocol import CompletionRequest, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and SamplingParams' own
 _SAME_NAME = (

@@ -12,8 +12,9 @@ from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.evals.certificate import GateStatus
 from qinfer.server.errors import ApiError
+from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import GenerationRequest
-from qinfer.server.wire import ModelCard
+from qinfer.server.wire import ModelCard, Permission
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class ServerState:
     engine: AsyncLLM
     model_names: tuple[str, ...]
     gate: GateStatus
-    trust_request_chat_template: bool = False
+    options: ServerOptions
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -60,6 +61,23 @@ class ServerState:
                 root=root,
                 parent=None,
                 max_model_len=length,
+                permission=[self._permission(name)],
             )
             for name in self.model_names
         ]
+
+    def _permission(self, name: str) -> Permission:
+        return Permission(
+            id=f"modelperm-{name}",
+            object="model_permission",
+            created=self.created,
+            allow_create_engine=False,
+            allow_sampling=True,
+            allow_logprobs=True,
+            allow_search_indices=False,
+            allow_view=True,
+            allow_fine_tuning=False,
+            organization="*",
+            group=None,
+            is_blocking=False,
+        )

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 DONE = "data: [DONE]\n\n"
+KEEP_ALIVE = ": keep-alive\n\n"  # a comment: clients skip it
 
 
 def event(json: str) -> str:
@@ -74,12 +75,15 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """A `text/event-stream` of `events`, which is closed in any case: at the end, on failure, on leaving."""
+    """A `text/event-stream` of `events`, which is closed in any case: at the end, on failure, on leaving.
+
+    Where `keep_alive` seconds pass without an event, a comment is sent.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[str, None]) -> None:
-        self.events = events
+    def __init__(self, events: AsyncGenerator[str, None], *, keep_alive: float | None = None) -> None:
+        self.events, self.keep_alive = events, keep_alive
         self.status_code = 200
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -99,9 +103,25 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for text in self.events:
+        async for text in self.events if self.keep_alive is None else self._kept_alive(self.keep_alive):
             await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _kept_alive(self, seconds: float) -> AsyncGenerator[str, None]:
+        coming = asyncio.ensure_future(anext(self.events, None))
+        try:
+            while True:
+                done, _ = await asyncio.wait((coming,), timeout=seconds)
+                if not done:
+                    yield KEEP_ALIVE
+                    continue
+                if (text := coming.result()) is None:
+                    return
+                yield text
+                coming = asyncio.ensure_future(anext(self.events, None))
+        finally:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
 
 
 async def ended_in_order(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -116,6 +116,23 @@ class Chat(Body):
     prompt_logprobs: list[dict[int, dict[str, Any]] | None] | None = None
 
 
+class Permission(Body):
+    """What OpenAI once said of every model, and some clients still read."""
+
+    id: str
+    object: Literal["model_permission"]
+    created: int
+    allow_create_engine: bool
+    allow_sampling: bool
+    allow_logprobs: bool
+    allow_search_indices: bool
+    allow_view: bool
+    allow_fine_tuning: bool
+    organization: str
+    group: None
+    is_blocking: bool
+
+
 class ModelCard(Body):
     """One entry of /v1/models."""
 
@@ -126,6 +143,7 @@ class ModelCard(Body):
     root: str
     parent: str | None
     max_model_len: int
+    permission: list[Permission]
 
 
 class ModelList(Body):

@@ -19,17 +19,21 @@ import pytest
 import uvicorn
 
 from qinfer.async_llm import AsyncLLM
+from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineStats, StepLimits
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
 from qinfer.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.app import build_app
+from qinfer.server.options import ServerOptions
 from qinfer.testing import tiny_model
 from qinfer.tokenizer import Detokenizer, Tokenizer
 
 MODEL = "tiny"
 CONTEXT = 256
+_DENSE = Ledger("float32", 1000, 600, 50, 0, 0, 320, 10, 16, CONTEXT)
+LEDGER = Ledger("int8", 1000, 300, 50, 5, 1, 640, 40, 16, CONTEXT, _DENSE)
 Script = Callable[[Sequence[int], int], Sequence[int]]  # prompt ids, choice -> the tokens that are "sampled"
 
 
@@ -67,6 +71,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, script: Script = hashed_script) -> None:
         self.tokenizer, self.script = tokenizer, script
         self.limits = StepLimits(CONTEXT, 64, 1024, 16)
+        self.ledger = LEDGER
         self.vocab_size = tokenizer.vocab_size
         self.jobs: dict[str, _Job] = {}
         self.seen: list[SamplingParams] = []
@@ -258,17 +263,20 @@ def fake_llm(tokenizer: Tokenizer) -> FakeLLM:
 
 @pytest.fixture(scope="session")
 def serve_scripted(tokenizer: Tokenizer) -> Callable[..., Any]:
-    """A context manager: a server with a scripted engine; keywords go to build_app."""
+    """A context manager: a server with a scripted engine; keywords are ServerOptions, and the gate."""
 
     @contextmanager
     def start(
-        script: Script = hashed_script, defaults: SamplingParams | None = None, **options: Any
+        script: Script = hashed_script,
+        defaults: SamplingParams | None = None,
+        gate: GateStatus | None = None,
+        **options: Any,
     ) -> Iterator[Served]:
         llm = FakeLLM(tokenizer, script, defaults)
         engine = AsyncLLM(llm)  # type: ignore[arg-type]
         try:
             with (
-                running(build_app(engine, **options)) as url,
+                running(build_app(engine, ServerOptions(**options), gate=gate)) as url,
                 httpx.Client(base_url=url, timeout=30) as client,
             ):
                 yield Served(url, engine, llm.engine, client)

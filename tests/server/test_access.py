@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
+import httpx
 import pytest
 
 from qinfer import __version__
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import run
-from qinfer.server.app import build_app
 from qinfer.server.middleware import OPEN_PATHS
+from qinfer.server.options import ServerOptions
 
 KEYS = ("first-key", "second-key")
 
@@ -44,15 +46,18 @@ def test_h12_every_route_but_the_open_ones_wants_a_key(serve_scripted):
         assert served.client.options("/v1/models").status_code == 405
 
 
-def test_an_empty_key_is_refused_before_anything_is_loaded(served):
-    def load():
-        raise AssertionError("nothing is loaded")
-
-    for keys in ([""], ["good", " "]):
-        with pytest.raises(UserError, match="an API key is empty"):
-            run.serve(load, port=0, api_keys=keys)
-        with pytest.raises(UserError, match="an API key is empty"):
-            build_app(served.engine, api_keys=keys)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"api_keys": [""]}, "an API key is empty"),
+        ({"api_keys": ["good", " "]}, "an API key is empty"),
+        ({"max_body_bytes": 0}, "max_body_bytes must be at least 1"),
+        ({"keep_alive_seconds": 0.0}, "keep_alive_seconds must be more than 0"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_is_loaded(options, message):
+    with pytest.raises(UserError, match=message):
+        ServerOptions(**options)
 
 
 def test_request_ids_are_echoed_or_made(served):
@@ -97,3 +102,53 @@ def test_version_and_models(serve_scripted):
         answer = served.post("/v1/completions", {"prompt": "a", "model": "alias", "max_tokens": 1})
         assert answer.json()["model"] == "org/name"
         assert served.get("/v1/models/tiny").status_code == 404
+
+
+def test_a_model_card_has_the_permission_that_old_clients_read(served):
+    ((permission,),) = (card["permission"] for card in served.get("/v1/models").json()["data"])
+    assert permission["object"] == "model_permission"
+    assert permission["allow_sampling"] is True
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_ping_is_health(serve_scripted, method):
+    with serve_scripted() as served:
+        assert served.client.request(method, "/ping").json() == served.get("/health").json()
+        assert served.engine.shutdown(5)
+        assert served.client.request(method, "/ping").status_code == 503
+
+
+def test_load_counts_requests_under_way(serve_scripted):
+    with serve_scripted() as served:
+        assert served.get("/load").json() == {"server_load": 0}
+        served.scripted.seconds_per_step = 0.02
+        body = {"prompt": "a", "stream": True, "max_tokens": 200}
+        with served.client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # dropped, it would close the stream
+            next(lines)
+            with httpx.Client(base_url=served.url) as other:
+                assert other.get("/load").json() == {"server_load": 1}
+        end = time.monotonic() + 5
+        while served.get("/load").json() != {"server_load": 0}:
+            assert time.monotonic() < end
+
+
+def test_cors_is_closed_unless_opened(served, serve_scripted):
+    preflight = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in served.get("/v1/models", headers=preflight).headers
+    assert served.client.options("/v1/chat/completions", headers=preflight).status_code == 405
+    with serve_scripted(allowed_origins=["https://a.example"], api_keys=KEYS) as opened:
+        answer = opened.client.options("/v1/chat/completions", headers=preflight)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert opened.get("/v1/models", headers=preflight).status_code == 401
+        strange = opened.client.options("/v1/models", headers={**preflight, "origin": "https://b.example"})
+        assert "access-control-allow-origin" not in strange.headers
+
+
+def test_the_bound_of_bodies_is_the_operators(serve_scripted):
+    with serve_scripted(max_body_bytes=100) as served:
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+        refused = served.post("/v1/completions", {"prompt": "a" * 100})
+    assert refused.status_code == 413
+    assert "at most 100 are read" in refused.json()["error"]["message"]

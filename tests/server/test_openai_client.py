@@ -23,6 +23,7 @@ from qinfer.async_llm import AsyncLLM
 from qinfer.llm import LLM
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.app import build_app
+from qinfer.server.options import ServerOptions
 
 HELLO: list[Any] = [{"role": "user", "content": "Say something."}]
 
@@ -42,7 +43,7 @@ def reference(model_dir: Path) -> LLM:
 def url(llm: LLM, run_app: Any) -> Iterator[str]:
     engine = AsyncLLM(llm)
     try:
-        with run_app(build_app(engine, api_keys=["key"])) as url:
+        with run_app(build_app(engine, ServerOptions(api_keys=["key"]))) as url:
             yield f"{url}/v1"
     finally:
         assert engine.shutdown(10)

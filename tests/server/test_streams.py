@@ -214,3 +214,25 @@ def test_stopping_the_engine_ends_streams_with_an_error(serve_scripted):
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert served.get("/health").status_code == 503
+
+
+def test_comments_keep_a_silent_stream_alive(serve_scripted):
+    with serve_scripted(keep_alive_seconds=0.05) as served:
+        served.scripted.seconds_per_step = 0.2
+        body = {"prompt": "a", "max_tokens": 3, "stream": True}
+        answer = served.post(COMPLETIONS, body)
+        assert answer.text.count(": keep-alive\n\n") >= 3
+        events = [event for event in answer.text.split("\n\n") if not event.startswith(":")]
+        assert events[-2:] == ["data: [DONE]", ""]
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+        whole = served.post(COMPLETIONS, {**body, "stream": False}).json()
+    assert text_of(chunks) == whole["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_operator_may_want_usage_in_every_stream(serve_scripted, path):
+    with serve_scripted(force_usage=True) as served:
+        chunks = served.stream(path, {"prompt": "a", "messages": HELLO, "max_tokens": 3})
+    assert chunks[-1]["choices"] == []
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks[-2:]] == [3, 3]
+    assert all("usage" in chunk for chunk in chunks)

@@ -1,0 +1,40 @@
+"""What an operator decides about a server, beside the model: one record, from command line to routes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from qinfer.errors import UserError
+
+Compat = Literal["vllm", "none"]
+MAX_BODY_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """`served_model_names` None: the LLM's own; `api_keys` empty: open to all; UserError for bad values.
+
+    `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
+    comments on a silent stream, None: none; `force_usage`: every stream ends with token counts.
+    """
+
+    served_model_names: Sequence[str] | None = None
+    api_keys: Sequence[str] = ()
+    metrics_compat: Compat = "vllm"
+    allowed_origins: Sequence[str] = ()
+    max_body_bytes: int = MAX_BODY_BYTES
+    keep_alive_seconds: float | None = None
+    force_usage: bool = False
+    trust_request_chat_template: bool = False
+
+    def __post_init__(self) -> None:
+        if any(not key.strip() for key in self.api_keys):  # a client without a key would match it
+            raise UserError("an API key is empty: give one that cannot be guessed, or none at all", "api_key")
+        if self.max_body_bytes < 1:
+            raise UserError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}", "max_body_bytes")
+        if self.keep_alive_seconds is not None and not self.keep_alive_seconds > 0:
+            raise UserError(
+                f"keep_alive_seconds must be more than 0, not {self.keep_alive_seconds}", "keep_alive_seconds"
+            )
