@@ -26,14 +26,15 @@ from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
 from qinfer.engine.admission import check_text
+from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
-from qinfer.engine.memory import require_weights_fit
-from qinfer.engine.sizing import available_memory
+from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError, check_flags
 from qinfer.evals.certificate import GateStatus
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.model.decoder import load_decoder
+from qinfer.model.head import check_lm_head_dtype
 from qinfer.outputs import RequestOutput
 from qinfer.progress import Progress, ProgressBar
 from qinfer.quant import Dense, Scheme
@@ -67,6 +68,7 @@ class LLM:
         *,
         tokenizer: str | os.PathLike[str] | None = None,
         dtype: str = "auto",
+        lm_head_dtype: str = "auto",
         quantization: str | None = None,
         revision: str | None = None,
         seed: int = 0,
@@ -83,9 +85,9 @@ class LLM:
     ) -> None:
         """Loads a folder, hub id, .gguf file or built-in name; other keywords are those of EngineOptions.
 
-        Bytes may be numbers or texts such as memory="24GiB". load_format="dummy" makes random weights, for
-        which config.json is enough, in the `scheme` (and w4a16's `group_size`, `symmetric`) given, else in
-        the model's own.
+        Bytes may be numbers or texts such as memory="24GiB". lm_head_dtype="int8" quantizes the head, and
+        it alone, while loading. load_format="dummy" makes random weights, for which config.json is enough,
+        in the `scheme` (and w4a16's `group_size`, `symmetric`) given, else in the model's own.
         Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
         without a passing verdict (unless `allow_ungated`).
         """
@@ -93,12 +95,13 @@ class LLM:
         options = engine_options_of(seed, engine_options)
         if dtype != "auto" and dtype not in DTYPES:
             raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
-        self.served_model_names = _served_names(
-            str(model) if served_model_name is None else served_model_name
-        )
+        check_lm_head_dtype(lm_head_dtype)
         weights = Weights(load_format, scheme, group_size, symmetric, seed)
         checkpoint = open_model(model, weights, revision=revision, token=hf_token)
         self.path = checkpoint.path
+        self.served_model_names = _served_names(
+            str(model) if served_model_name is None else served_model_name
+        )
         _check_quantization(quantization, checkpoint)
         self.config: ModelConfig = checkpoint.config
         self.schemes = _schemes(checkpoint)
@@ -109,20 +112,22 @@ class LLM:
             str(model_dtype).removeprefix("torch."),
             checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
         )
-        self.gate: GateStatus = judge(checkpoint, kv_cache_dtype, allow_ungated=allow_ungated)
+        self.gate: GateStatus = judge(checkpoint, kv_cache_dtype, lm_head_dtype, allow_ungated=allow_ungated)
         device = model_device()
-        require_weights_fit(self.weight_bytes, available_memory(device), options.memory)
+        require_weights_fit(self.weight_bytes, space_of(device), options)
         self.tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
             self.tokenizer = find_tokenizer(
                 checkpoint, tokenizer, chat_template=chat_template, token=hf_token
             )
         self.engine = Engine(
-            load_decoder(checkpoint, device=device, dtype=model_dtype, progress=True),
+            load_decoder(
+                checkpoint, device=device, dtype=model_dtype, lm_head_dtype=lm_head_dtype, progress=True
+            ),
             self.tokenizer,
             replace(options, kv_cache_dtype=kv_cache_dtype),
             kv_scales=scales_in(checkpoint),
-            label=_label(self.schemes, model_dtype, kv_cache_dtype),
+            label=_label(self.schemes, model_dtype, kv_cache_dtype, lm_head_dtype),
         )
         self._ids = count()
         self._enqueued: list[str] = []
@@ -359,11 +364,12 @@ def _schemes(checkpoint: Checkpoint) -> tuple[Scheme, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _label(schemes: Sequence[Scheme], dtype: torch.dtype, kv_cache_dtype: str) -> str:
-    """'w8a8-int8 + fp8 KV': what the ledger calls this engine."""
+def _label(schemes: Sequence[Scheme], dtype: torch.dtype, kv_cache_dtype: str, lm_head_dtype: str) -> str:
+    """'w8a8-int8 + int8 head + fp8 KV': what the ledger calls this engine."""
     model_dtype = str(dtype).removeprefix("torch.")
     weights = model_dtype if list(schemes) == [Dense()] else " + ".join(one.label for one in schemes)
-    return weights if kv_cache_dtype == model_dtype else f"{weights} + {kv_cache_dtype} KV"
+    head = "" if lm_head_dtype == "auto" else f" + {lm_head_dtype} head"
+    return weights + head + ("" if kv_cache_dtype == model_dtype else f" + {kv_cache_dtype} KV")
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
