@@ -14,10 +14,14 @@ from qinfer.cli.options import (
     ChatTemplateOption,
     ChunkedPrefillOption,
     DtypeOption,
+    EnforceEagerOption,
+    GpuMemoryUtilizationOption,
+    GroupSizeOption,
     HubTokenOption,
     JsonOption,
     KVCacheDtypeOption,
     LMHeadDtypeOption,
+    LoadFormatOption,
     MaxModelLenOption,
     MaxNumBatchedTokensOption,
     MaxNumSeqsOption,
@@ -25,7 +29,9 @@ from qinfer.cli.options import (
     ModelArgument,
     PrefixCachingOption,
     RevisionOption,
+    SchemeOption,
     SeedOption,
+    SymmetricOption,
 )
 from qinfer.cli.output import stdout_kept_for_result, to_json
 
@@ -46,6 +52,10 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in the API instead of MODEL; may be repeated.")
     ] = None,
+    load_format: LoadFormatOption = "auto",
+    scheme: SchemeOption = None,
+    group_size: GroupSizeOption = None,
+    symmetric: SymmetricOption = None,
     dtype: DtypeOption = "auto",
     kv_cache_dtype: KVCacheDtypeOption = "auto",
     lm_head_dtype: LMHeadDtypeOption = "auto",
@@ -56,6 +66,7 @@ def serve(
     block_size: BlockSizeOption = None,
     enable_prefix_caching: PrefixCachingOption = True,
     enable_chunked_prefill: ChunkedPrefillOption = True,
+    enforce_eager: EnforceEagerOption = False,
     chat_template: ChatTemplateOption = None,
     seed: SeedOption = 0,
     allow_ungated: AllowUngatedOption = False,
@@ -70,6 +81,10 @@ def serve(
     """
     keywords = llm_keywords(
         memory,
+        load_format=load_format,
+        scheme=scheme,
+        group_size=group_size,
+        symmetric=symmetric,
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype,
         lm_head_dtype=lm_head_dtype,
