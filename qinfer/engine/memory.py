@@ -32,6 +32,7 @@ class Ledger:
     block_size: int
     max_model_len: int
     unquantized: Ledger | None = None  # the same model in its own dtype under the same budget
+    planned: Ledger | None = None  # from shapes alone, where this one was measured
 
     @property
     def tokens(self) -> int:
@@ -47,9 +48,10 @@ class Ledger:
         return self.tokens / self.unquantized.tokens if self.unquantized and self.unquantized.tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; `unquantized` is nested or None."""
+        """Plain values for JSON; `unquantized` and `planned` are nested or None."""
         out = asdict(self) | {"tokens": self.tokens, "sequences": self.sequences, "ratio": self.ratio}
-        out["unquantized"] = self.unquantized.to_dict() if self.unquantized else None
+        for name, other in (("unquantized", self.unquantized), ("planned", self.planned)):
+            out[name] = other.to_dict() if other else None
         return out
 
     def to_text(self) -> str:
@@ -71,6 +73,8 @@ class Ledger:
                 else "does not fit"
             )
             lines.append(f"  against {other.label}: {gain}")
+        if plan := self.planned:
+            lines.append(f"  planned were {plan.tokens:,} tokens: {self.tokens / plan.tokens - 1:+.1%}")
         return "\n".join(lines)
 
 

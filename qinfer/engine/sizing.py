@@ -26,7 +26,8 @@ from qinfer.engine.profile import measure_use
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
-from qinfer.quant import W4A16
+from qinfer.model.head import saved_bytes
+from qinfer.quant import W4A16, Dense
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ def size_pool(
     _say_if_shorter(limits, ledger)
     dense = budget.unquantized_demand(config, options, given, demand, total if space.on_gpu else None)
     ledger = replace(ledger, unquantized=memory.unquantized(config, ledger, dense))
+    if space.on_gpu and num_pages is None:
+        ledger = replace(ledger, planned=_planned(decoder, limits, ledger, page))
     return Sized(limits._replace(max_model_len=ledger.max_model_len), ledger)
 
 
@@ -110,6 +113,19 @@ def _fitting(
             footprint.format_size(total - weights),
         )
     return fitting
+
+
+def _planned(decoder: Decoder, limits: StepLimits, ledger: Ledger, page: Pages) -> Ledger | None:
+    """The ledger as it was to be expected; None where nothing was."""
+    config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
+    demand = budget.planned_demand(config, limits, format_of(decoder), dtype, on_gpu=True)
+    head = "auto" if isinstance(decoder.head.scheme, Dense) else "int8"
+    weights = demand.weights - saved_bytes(config, head, decoder.dtype.itemsize)
+    demand = demand._replace(weights=weights, graphs=demand.graphs if ledger.graphs else 0)
+    try:
+        return memory.plan(ledger.label, ledger.budget, demand, page, ledger.max_model_len)
+    except UserError:
+        return None
 
 
 def _say_if_shorter(limits: StepLimits, ledger: Ledger) -> None:

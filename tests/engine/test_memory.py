@@ -197,6 +197,10 @@ def test_ledger_tells_what_quantizing_bought():
     told = small.to_dict()
     assert told["unquantized"]["tokens"] == dense.tokens
     assert told["tokens"] == small.pages * 64
+    assert "planned" not in small.to_text()
+    measured = dataclasses.replace(small, planned=dataclasses.replace(small, pages=small.pages * 2))
+    assert f"planned were {2 * small.tokens:,} tokens: -50.0%" in measured.to_text()
+    assert measured.to_dict()["planned"]["tokens"] == 2 * small.tokens
     assert (
         "does not fit"
         in dataclasses.replace(small, unquantized=dataclasses.replace(dense, pages=0)).to_text()

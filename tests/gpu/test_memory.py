@@ -1,0 +1,148 @@
+"""The ledger on a GPU: planned as measured, obeyed under the worst load, refused where it cannot be."""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qinfer.bench.plan import Setting, side_by_side
+from qinfer.config import ModelConfig
+from qinfer.engine.budget import Space
+from qinfer.engine.footprint import GIB
+from qinfer.engine.options import EngineOptions, settle_limits
+from qinfer.errors import UserError
+from qinfer.llm import LLM
+from qinfer.sampling_params import SamplingParams
+from qinfer.testing import tiny_config
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+    "max_position_embeddings": 16384,
+    "dtype": "bfloat16",
+}
+OPTIONS = {"memory": 3 * GIB, "max_num_seqs": 32}
+SCHEMES = [("dense", "auto"), ("w8a8-fp8", "fp8"), ("w8a8-int8", "int8"), ("w4a16", "fp8")]
+MIB = 1 << 20
+Make = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nothing but a config.json."""
+    path = tmp_path_factory.mktemp("shape")
+    (path / "config.json").write_text(json.dumps(tiny_config("llama", **SHAPE)))
+    return path
+
+
+@pytest.fixture
+def make(folder: Path) -> Make:
+    def made(scheme: str = "dense", kv: str = "auto", **options: Any) -> LLM:
+        return LLM(
+            str(folder),
+            load_format="dummy",
+            scheme=scheme,
+            kv_cache_dtype=kv,
+            skip_tokenizer_init=True,
+            allow_ungated=True,
+            **{**OPTIONS, **options},
+        )
+
+    return made
+
+
+def planned(folder: Path, scheme: str, kv: str) -> Any:
+    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    options = EngineOptions(**OPTIONS)
+    limits = settle_limits(options, config.context_len, on_gpu=True)
+    (row, *_) = side_by_side(config, Setting(options, limits, Space(True, 3 * GIB, 3 * GIB)), scheme, kv)
+    return row
+
+
+@pytest.mark.parametrize(("scheme", "kv"), SCHEMES)
+def test_the_plan_is_what_is_measured_and_no_load_takes_more(
+    scheme: str, kv: str, folder: Path, make: Make
+) -> None:
+    """Within 2 % of the tokens; then long prompts at the fullest batch, with all that copies logits."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    llm = make(scheme, kv)
+    ledger, row = llm.engine.ledger, planned(folder, scheme, kv)
+    assert ledger.tokens == pytest.approx(row.ledger.tokens, rel=0.02)
+    assert ledger.weights == pytest.approx(row.weights, rel=0.002)
+    assert ledger.unquantized.tokens == pytest.approx(row.ledger.unquantized.tokens, rel=0.02)
+    assert llm.engine.limits.max_num_batched_tokens == row.limits.max_num_batched_tokens
+
+    torch.cuda.reset_peak_memory_stats()
+    share = ledger.tokens // OPTIONS["max_num_seqs"]
+    lengths = [llm.engine.limits.max_model_len - 20, *[share - 20] * 31, *[3, 500, 1500] * 8]
+    asks = {"repetition_penalty": 1.1, "logprobs": 20, "logit_bias": {5: 1.0}, "top_p": 0.9}
+    params = [
+        SamplingParams(
+            max_tokens=8,
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=5 if i % 7 == 3 else None,
+            **(asks if i % 2 else {"temperature": 0.0}),
+        )
+        for i in range(len(lengths))
+    ]
+    prompts = [{"prompt_token_ids": [(7 * i + j) % 31000 for j in range(n)]} for i, n in enumerate(lengths)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [8] * len(lengths)
+    # what is reserved is CUDA's own, in other hands than torch's
+    assert torch.cuda.max_memory_reserved() - before <= ledger.budget - ledger.reserve
+
+
+def test_m04_graphs_are_accounted_and_leave_the_pool(make: Make) -> None:
+    llm = make()
+    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    assert 0 < graphs.num_bytes <= llm.engine.ledger.graphs * 1.25 + 16 * MIB
+    tokens = llm.engine.ledger.tokens
+    del llm, graphs
+    gc.collect()
+    eager = make(enforce_eager=True).engine.ledger
+    assert eager.graphs == 0
+    assert 0.9 * eager.tokens <= tokens <= eager.tokens
+
+
+def test_m01_more_than_is_free_is_refused_before_anything_is_loaded(make: Make) -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    held = torch.empty(GIB, dtype=torch.uint8, device="cuda")  # as of another engine on the device
+    with pytest.raises(UserError, match=r"memory budget of .* \(0\.9999 of .* GiB\) is more than the"):
+        make(memory=None, gpu_memory_utilization=0.9999)
+    with pytest.raises(UserError, match=r"weights alone need .* nothing was loaded"):
+        make(memory=GIB // 2)
+    assert torch.cuda.memory_allocated() - before == held.nbytes
+
+
+def test_m07_engines_one_after_the_other_give_all_back(make: Make) -> None:
+    left = []
+    for _ in range(3):
+        llm = make(num_kv_blocks=64, memory=None)
+        llm.generate([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
+        del llm
+        gc.collect()
+        left.append(torch.cuda.memory_allocated())
+    assert max(left) - left[0] < 50 * MIB
+
+
+def test_a_length_is_fitted_to_the_pool_and_a_chosen_one_is_not(make: Make, caplog: Any) -> None:
+    ledger = make(memory=1792 * MIB).engine.ledger
+    assert ledger.sequences == 1
+    assert ledger.max_model_len == ledger.tokens < 16384
+    assert "max_model_len is" in caplog.text
+    with pytest.raises(UserError, match="max_model_len 16384 is more than"):
+        make(memory=1792 * MIB, max_model_len=16384)
