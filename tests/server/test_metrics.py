@@ -58,6 +58,16 @@ def test_exact_counts_of_requests_one_after_another(serve_scripted):
         assert found[f"qinfer_{name}"] == 0
 
 
+def test_the_memory_ledger(serve_scripted):
+    with serve_scripted() as served:
+        found = samples(served.url)
+    parts = {"budget": 1000, "weights": 300, "activations": 50, "graphs": 5, "reserve": 1, "kv_pool": 640}
+    for part, value in parts.items():
+        assert found[f"qinfer_memory_bytes{{'part': '{part}'}}"] == value
+    assert found["qinfer_kv_cache_capacity_sequences"] == 2  # 40 pages of 16 tokens, 256 a sequence
+    assert found["qinfer_kv_cache_capacity_unquantized_tokens"] == 160
+
+
 def test_every_number_has_the_same_value_under_both_names(serve_scripted):
     pairs = {
         "requests_running": "num_requests_running",
