@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.engine.engine import Engine
+from qinfer.engine.inputs import DecodeBuffers, bucket, buckets
 from qinfer.engine.options import EngineOptions
+from qinfer.engine.runner import Runner
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.testing import FakeRunner
@@ -90,7 +92,7 @@ params_of = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 12), st.integers(1, 70), st.integers(0, 3), params_of),
@@ -123,6 +125,38 @@ def test_outputs_are_those_of_an_engine_that_waits(
         if str(i) in aborts and aborts[str(i)] >= at:
             continue  # how far it got is a matter of time
         assert told(late[str(i)]) == told(at_once[str(i)])
+
+
+def test_a_padded_step_that_was_launched_ahead_has_the_same_tokens(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runner of a GPU on a CPU, with padding, lanes and device-side tokens, but for graphs."""
+    decoder, tokenizer = load_tiny("gemma3")
+    options = EngineOptions(num_kv_blocks=24, max_num_seqs=7, max_num_batched_tokens=40)
+    ahead, plain = (Engine(decoder, tokenizer, options) for _ in range(2))
+    runner = ahead.runner
+    assert isinstance(runner, Runner)
+    runner.overlaps = True
+    runner.buffers = DecodeBuffers(runner._tables, decoder.device)
+    monkeypatch.setattr("qinfer.backend.runs_kernels", lambda: True)
+    for layer in runner.pool.layers:
+        layer.k.fill_(float("nan"))
+        layer.v.fill_(float("nan"))
+    requests = [
+        (i % 5, prompt_of(1 + 9 * i, i), SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=30))
+        for i in range(11)
+    ]
+    outputs = run(ahead, requests)
+    assert ahead.stats().num_preemptions > 0
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in run(plain, requests).items()}
+
+
+def test_sizes_of_padded_steps() -> None:
+    assert buckets(20) == [20, 16, 8, 4, 2, 1]
+    assert buckets(300)[:6] == [300, 288, 272, 256, 248, 240]
+    assert buckets(300)[-5:] == [16, 8, 4, 2, 1]
+    for count in range(1, 301):
+        assert count <= bucket(count, 300) < count + 16
 
 
 def test_the_next_plan_is_made_before_the_tokens_are_known(engine_of: Callable[..., Engine]) -> None:
