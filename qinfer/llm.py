@@ -106,6 +106,7 @@ class LLM:
         self.config: ModelConfig = checkpoint.config
         self.schemes = _schemes(checkpoint)
         self.weight_bytes = checkpoint.num_bytes
+        self.lm_head_dtype = lm_head_dtype
         self.dtype = model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
         kv_cache_dtype = resolve_kv_cache_dtype(
             options.kv_cache_dtype,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qinfer.bench.dataset import Dataset
-from qinfer.bench.report import heading, load, percentile, roofline_keys, step_keys
+from qinfer.bench.report import Bench, heading, load, percentile, roofline_keys, step_keys
 from qinfer.bench.run import Driver, Measured
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -34,7 +34,11 @@ class Latency:
 
 def run(model: str, setting: Latency, llm_keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Loads the model, measures, and returns the document; raises like LLM."""
-    bench = load(model, {"enable_prefix_caching": False, **llm_keywords})
+    return measure(load(model, {"enable_prefix_caching": False, **llm_keywords}), setting)
+
+
+def measure(bench: Bench, setting: Latency) -> dict[str, Any]:
+    """The document of a loaded model."""
     llm, engine = bench.llm, bench.llm.engine
     requests = Dataset(
         num_prompts=setting.batch_size,
@@ -50,7 +54,7 @@ def run(model: str, setting: Latency, llm_keywords: Mapping[str, Any]) -> dict[s
     average = sum(latencies) / len(latencies)
     together = _together(runs)
     return {
-        **bench.about(model, setting.seed),
+        **bench.about(setting.seed),
         **{name: getattr(setting, name) for name in ("input_len", "output_len", "batch_size", "n")},
         "temperature": setting.temperature,
         "warmup": {"iterations": setting.num_iters_warmup},

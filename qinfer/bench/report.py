@@ -28,6 +28,7 @@ SCHEMA_VERSION = 1
 class Bench:
     """A loaded model on a measured machine; make one with `load`."""
 
+    model: str  # as it was asked for
     llm: LLM
     machine: Machine
     load_seconds: float
@@ -36,16 +37,18 @@ class Bench:
         """The least time that this machine could take for that work, within the engine's limits."""
         llm, limits = self.llm, self.llm.engine.limits
         costs = Costs.of(llm.config, llm.weight_bytes, llm.engine.kv_cache_dtype)
+        if llm.lm_head_dtype == "int8":
+            costs = costs.with_int8_head()
         return roofline(costs, self.machine, work, limits.max_num_seqs, limits.max_num_batched_tokens)
 
-    def about(self, model: str, seed: int) -> dict[str, Any]:
+    def about(self, seed: int) -> dict[str, Any]:
         """What was measured, and on what."""
         llm = self.llm
         return {
             "schema_version": SCHEMA_VERSION,
             "qinfer_version": __version__,
             "torch_version": torch.__version__,
-            "model_id": model,
+            "model_id": self.model,
             "quantization": llm.engine.ledger.label,
             "kv_cache_dtype": llm.engine.kv_cache_dtype,
             "device": self.machine.name,
@@ -62,7 +65,7 @@ def load(model: str, llm_keywords: Mapping[str, Any]) -> Bench:
     start = time.perf_counter()
     llm = LLM(model, allow_ungated=True, **llm_keywords)
     seconds = time.perf_counter() - start
-    return Bench(llm, measure(model_device(), llm.dtype, llm.schemes[0].activations), seconds)
+    return Bench(model, llm, measure(model_device(), llm.dtype, llm.schemes[0].activations), seconds)
 
 
 def roofline_keys(bound: Roofline, machine: Machine, output_tokens: int, seconds: float) -> dict[str, Any]:

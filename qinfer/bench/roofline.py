@@ -61,6 +61,14 @@ class Costs(NamedTuple):
         token_bytes = kv_bytes_per_token(config, kv_cache_dtype)
         return cls(config, weight_bytes - looked_up, token_bytes, 2 * weights, 2 * table)
 
+    def with_int8_head(self) -> Costs:
+        """The same with a head that was quantized while loading, a scale for each of its rows."""
+        rows, columns = self.config.vocab_size, self.config.hidden_size
+        item_bytes = ITEM_BYTES[self.config.dtype]
+        return self._replace(
+            step_bytes=self.step_bytes - rows * columns * (item_bytes - 1) + rows * item_bytes
+        )
+
     def seen(self, start: int, stop: int) -> float:
         """Tokens that the positions start..stop-1 attend to, themselves included; mean over the layers."""
         windows = self.config.windows or (None,) * self.config.num_layers

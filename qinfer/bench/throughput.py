@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qinfer.bench.dataset import BenchRequest, Dataset
-from qinfer.bench.report import heading, load, roofline_keys, step_keys
+from qinfer.bench.report import Bench, heading, load, roofline_keys, step_keys
 from qinfer.bench.run import SCHEDULINGS, Driver
 from qinfer.errors import UserError
 
@@ -42,7 +42,11 @@ class Throughput:
 
 def run(model: str, setting: Throughput, llm_keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Loads the model, measures, and returns the document; raises like LLM, and for a bad dataset."""
-    bench = load(model, llm_keywords)
+    return measure(load(model, llm_keywords), setting)
+
+
+def measure(bench: Bench, setting: Throughput) -> dict[str, Any]:
+    """The document of a loaded model; raises UserError for a bad dataset."""
     llm, engine = bench.llm, bench.llm.engine
     tokenizer = llm.tokenizer
     driver = Driver(engine, n=setting.n, temperature=setting.temperature, detokenize=setting.detokenize)
@@ -63,7 +67,7 @@ def run(model: str, setting: Throughput, llm_keywords: Mapping[str, Any]) -> dic
     seconds, output = measured.elapsed, measured.output_tokens
     total = measured.prompt_tokens + output
     return {
-        **bench.about(model, setting.dataset.seed),
+        **bench.about(setting.dataset.seed),
         "dataset_name": setting.dataset.name,
         "scheduling": setting.scheduling,
         "sort_by_length": setting.sort_by_length,

@@ -84,3 +84,10 @@ def test_the_head_counts_once_and_an_untied_embedding_not_at_all():
     assert costs.head_ops == 2 * 128256 * 4096
     assert costs.token_bytes == 131072
     assert costs.token_ops + costs.head_ops == pytest.approx(costs.step_bytes, rel=1e-4)  # 2 bytes, 2 ops
+
+
+def test_an_int8_head_is_read_at_half_the_bytes():
+    config = ModelConfig.from_dict(json.loads(LLAMA.read_text()))
+    costs = Costs.of(config, weight_bytes(config), "auto")
+    saved = costs.step_bytes - costs.with_int8_head().step_bytes
+    assert saved == 128256 * 4096 - 2 * 128256
