@@ -326,11 +326,16 @@ class Engine:
         self._may_look_back.discard(request.request_id)
 
     def _outputs(self, changed: list[TokenSequence]) -> list[RequestOutput]:
-        requests = dict.fromkeys(seq.request for seq in changed)
+        final = RequestOutputKind.FINAL_ONLY
+        requests = dict.fromkeys(
+            seq.request
+            for seq in changed
+            if seq.finish_reason is not None or seq.request.params.output_kind is not final
+        )
         return [
             request.output()
             for request in requests
-            if request.finished or request.params.output_kind is not RequestOutputKind.FINAL_ONLY
+            if request.params.output_kind is not final or request.finished
         ]
 
 

@@ -51,12 +51,6 @@ class Tables:
             (limits.max_num_seqs + 1, -(-limits.max_model_len // limits.block_size)), np.int64
         )
 
-    def update(self, plan: StepPlan) -> None:
-        """Takes over the pages of chunks that have new ones."""
-        for chunk in plan.chunks:
-            if chunk.new_pages:
-                self.pages[chunk.lane, : len(chunk.pages)] = chunk.pages
-
 
 class StepArrays(NamedTuple):
     """A step in ints, as `StepInputs`; its page table is `pages[lanes, :width]`."""
@@ -70,10 +64,10 @@ class StepArrays(NamedTuple):
     sample_rows: Ints
     width: int
 
-
-def is_decode(plan: StepPlan) -> bool:
-    """Whether every chunk is one token whose successor is to be chosen."""
-    return all(chunk.sample and chunk.stop - chunk.start == 1 for chunk in plan.chunks)
+    @property
+    def is_decode(self) -> bool:
+        """Whether every chunk is one token whose successor is to be chosen."""
+        return len(self.token_ids) == len(self.lanes) == len(self.sample_rows)
 
 
 def bucket(count: int, largest: int) -> int:
@@ -93,40 +87,29 @@ def buckets(largest: int) -> list[int]:
 
 def step_arrays(plan: StepPlan, token_ids: Mapping[int, Sequence[int]], tables: Tables) -> StepArrays:
     """Ints of a plan that has at least one chunk; `token_ids` by sequence, of those that are not pending."""
-    chunks = plan.chunks
-    tables.update(plan)
-    ids: list[int] = []
-    for chunk in chunks:
-        if chunk.pending:
-            ids.append(UNKNOWN)
-        elif chunk.stop - chunk.start == 1:
-            ids.append(token_ids[chunk.seq_id][chunk.start])
-        else:
-            ids += token_ids[chunk.seq_id][chunk.start : chunk.stop]
-    starts = np.array([chunk.start for chunk in chunks])
-    stops = np.array([chunk.stop for chunk in chunks])
-    lanes = np.array([chunk.lane for chunk in chunks])
+    count = len(plan.chunks)
+    _, *columns = zip(*plan.chunks, strict=True)  # Chunk's fields
+    pages = columns.pop(2)
+    starts, stops, lanes = (np.fromiter(columns[i], np.int64, count) for i in (0, 1, 3))
+    sample, pending, new_pages = (np.fromiter(columns[i], np.bool_, count) for i in (2, 4, 5))
+    for i in new_pages.nonzero()[0]:
+        tables.pages[lanes[i], : len(pages[i])] = pages[i]
     lengths = stops - starts
-    query_starts = np.zeros(len(chunks) + 1, dtype=np.int64)
+    query_starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
-    if len(ids) == len(chunks):
-        owner, positions = lanes, starts
-    else:
+    owner, positions = lanes, starts
+    if query_starts[-1] > count:
         owner = np.repeat(lanes, lengths)
-        positions = np.arange(len(ids)) + np.repeat(stops - query_starts[1:], lengths)
+        positions = np.arange(query_starts[-1]) + np.repeat(stops - query_starts[1:], lengths)
+    ids = np.full(len(positions), UNKNOWN, dtype=np.int64)
+    for i in (~pending).nonzero()[0]:
+        known = token_ids[plan.chunks[i].seq_id][starts[i] : stops[i]]
+        ids[query_starts[i] : query_starts[i + 1]] = known
     size = tables.page_size
-    pages = tables.pages[owner, positions // size]
-    sample_rows = (query_starts[1:] - 1)[[chunk.sample for chunk in chunks]]
-    return StepArrays(
-        np.array(ids, dtype=np.int64),
-        positions,
-        pages * size + positions % size,
-        stops,
-        query_starts,
-        lanes,
-        sample_rows,
-        -(-int(stops.max()) // size),
-    )
+    slots = tables.pages[owner, positions // size] * size + positions % size
+    sample_rows = (query_starts[1:] - 1)[sample]
+    width = -(-int(stops.max()) // size)
+    return StepArrays(ids, positions, slots, stops, query_starts, lanes, sample_rows, width)
 
 
 def step_inputs(arrays: StepArrays, tables: Tables, draw: Draw | None, device: torch.device) -> StepInputs:

@@ -106,6 +106,9 @@ class Sequence:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.max_length = len(self.request.prompt_ids) + self.request.rules.max_tokens
+
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
@@ -125,11 +128,6 @@ class Sequence:
         return len(self.token_ids) + self.num_pending
 
     @property
-    def is_complete(self) -> bool:
-        """Whether the steps under way bring the last token that it may have."""
-        return self.num_pending > 0 and self.num_output + self.num_pending >= self.request.rules.max_tokens
-
-    @property
     def looks_back(self) -> bool:
         """As the request does, or because some tokens may not end it yet."""
         rules = self.request.rules
@@ -144,7 +142,7 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Takes the next token and ends the sequence where the rules say so."""
         self.token_ids.append(token_id)
-        rules, count = self.request.rules, self.num_output
+        rules, count = self.request.rules, len(self.token_ids) - len(self.request.prompt_ids)
         if count >= rules.min_tokens and token_id in rules.eos_ids:
             self.finish_reason = "stop"
         elif count >= rules.min_tokens and token_id in rules.stop_ids:

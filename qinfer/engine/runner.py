@@ -27,7 +27,6 @@ from qinfer.engine.inputs import (
     StepInputs,
     Tables,
     bucket,
-    is_decode,
     step_arrays,
     step_inputs,
 )
@@ -176,7 +175,7 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> tuple[Tensor, StepInputs]:
         arrays = step_arrays(plan, token_ids, self._tables)
-        if self.buffers is None or not backend.runs_kernels() or not is_decode(plan):
+        if self.buffers is None or not backend.runs_kernels() or not arrays.is_decode:
             inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
             return self.forward(inputs), inputs
         size = bucket(len(plan.chunks), self.limits.max_num_seqs)

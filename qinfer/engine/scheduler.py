@@ -58,7 +58,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._schedule_decodes(chunks, self.limits.max_num_batched_tokens)
         for seq in self.running:
-            if budget and seq.num_remaining > 1:
+            if budget and len(seq.token_ids) - seq.num_computed > 1:  # tokens under way are no prompt's
                 budget -= self._schedule_chunk(seq, min(seq.num_remaining, budget), chunks)
         self._admit(chunks, budget)
         return StepPlan(tuple(chunks))
@@ -69,17 +69,22 @@ class Scheduler:
         Returns the sequences that got one, in the plan's order; those that it ended have left. A token of one
         that has ended since the plan was made is dropped.
         """
-        grown = []
+        size = self.pages.page_size if self.pages.caching else 0
+        grown: list[Sequence] = []
+        ended: list[tuple[Sequence, str]] = []
         for chunk in plan.chunks:
-            if chunk.sample and chunk.seq_id in sampled and chunk.seq_id in self._alive:
-                seq = self._alive[chunk.seq_id]
-                seq.num_pending -= 1
-                seq.append(sampled[chunk.seq_id])
+            seq = self._alive.get(chunk.seq_id)
+            if seq is None or chunk.seq_id not in sampled:
+                continue
+            seq.num_pending -= 1
+            seq.append(sampled[chunk.seq_id])
+            if size and seq.num_computed >= (seq.num_published + 1) * size:
                 self._publish(seq)
-                grown.append(seq)
-        for seq in grown:
             if seq.finish_reason is not None:
-                self.finish(seq, seq.finish_reason, seq.stop_reason)
+                ended.append((seq, seq.finish_reason))
+            grown.append(seq)
+        for seq, reason in ended:
+            self.finish(seq, reason, seq.stop_reason)
         return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
@@ -98,21 +103,21 @@ class Scheduler:
         return outgrown
 
     def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
+        running, size = self.running, self.pages.page_size
         i = 0
-        while i < len(self.running):
-            seq = self.running[i]
-            if seq.num_remaining > 1 or self._waits(seq):
+        while i < len(running):
+            seq = running[i]
+            length = len(seq.token_ids) + seq.num_pending
+            if length - seq.num_computed > 1 or (seq.num_pending and self._waits(seq, length)):
                 i += 1
-            elif self._grow(seq):
+            elif length <= len(seq.pages) * size or self._grow(seq):
                 budget -= self._schedule_chunk(seq, 1, chunks)
                 i += 1
         return budget
 
-    def _waits(self, seq: Sequence) -> bool:
-        """Whether the tokens to come are its last: by count, or because no pool holds another."""
-        return seq.num_pending > 0 and (
-            seq.is_complete or self.pages.pages_for(seq.length) > self.pages.num_pages
-        )
+    def _waits(self, seq: Sequence, length: int) -> bool:
+        """Whether the tokens under way are its last: by count, or because no pool holds another."""
+        return length >= seq.max_length or length > self.pages.num_pages * self.pages.page_size
 
     def _grow(self, seq: Sequence) -> bool:
         """Gets the page for the sequence's last token where it needs one; False: it runs no longer."""
@@ -153,12 +158,14 @@ class Scheduler:
         seq.pages, seq.lane = [], -1
 
     def _schedule_chunk(self, seq: Sequence, count: int, chunks: list[Chunk]) -> int:
-        start, stop = seq.num_computed, seq.num_computed + count
-        sample = stop == seq.length
-        seq.num_computed = stop
-        self._publish(seq)
-        pending = stop > len(seq.token_ids)
-        chunks.append(Chunk(seq.seq_id, start, stop, seq.pages, sample, seq.lane, pending, seq.new_pages))
+        start, known = seq.num_computed, len(seq.token_ids)
+        seq.num_computed = stop = start + count
+        if self.pages.caching and stop >= (seq.num_published + 1) * self.pages.page_size:
+            self._publish(seq)
+        sample = stop == known + seq.num_pending
+        chunks.append(
+            Chunk(seq.seq_id, start, stop, seq.pages, sample, seq.lane, stop > known, seq.new_pages)
+        )
         seq.new_pages = False
         seq.num_pending += sample
         return count
@@ -166,7 +173,7 @@ class Scheduler:
     def _publish(self, seq: Sequence) -> None:
         """Gives the prefix cache the pages whose tokens are known and computed, or are in the next plan."""
         count = min(seq.num_computed, len(seq.token_ids)) // self.pages.page_size
-        if self.pages.caching and count > seq.num_published:
+        if count > seq.num_published:
             keys = self._keys(seq, count)
             for i in range(seq.num_published, count):
                 self.pages.publish(seq.pages[i], keys[i])
