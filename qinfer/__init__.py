@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qinfer.llm import LLM
     from qinfer.outputs import CompletionOutput, Logprob, RequestOutput
     from qinfer.sampling_params import SamplingParams
+    from qinfer.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ _HOMES = {
     "QinferError": "errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
     "UnsupportedModelError": "errors",
     "UserError": "errors",
     "evaluate": "jobs",
@@ -56,6 +58,7 @@ __all__ = [  # the public names; a test compares them with _HOMES and loads each
     "QinferError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "UnsupportedModelError",
     "UserError",
     "__version__",

@@ -187,6 +187,8 @@ class AsyncLLM:
         """
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
+        if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
+            await asyncio.to_thread(self._engine.grammars.compile, params.structured_outputs)
         request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt)
         self._hand_over(request)
         finished = False

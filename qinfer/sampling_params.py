@@ -6,7 +6,8 @@ vocabulary, the context, `max_logprobs`) is checked by `Engine.add`. Every refus
 `parameter` names the field.
 
 Order of effects: `logprobs` report the log-softmax of the model's own logits, before anything below. Then
-allowed ids, bad words, `min_tokens`, `logit_bias`, penalties, temperature, min_p, top_k, top_p.
+structured output, allowed ids, bad words, `min_tokens`, `logit_bias`, penalties, temperature, min_p, top_k,
+top_p.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from qinfer.errors import UserError
+from qinfer.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 MIN_TEMPERATURE = 1e-2  # others are raised to this: smaller ones overflow in half precision
@@ -67,7 +69,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int | None = None
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | None = None
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
@@ -80,6 +82,7 @@ class SamplingParams:
         self._normalise()
         self._check_numbers()
         self._check_lists()
+        self._check_structure()
         self._settle_temperature()
 
     @classmethod
@@ -109,7 +112,7 @@ class SamplingParams:
 
     def _refuse_absent(self) -> None:
         absent = (
-            *("logprob_token_ids", "structured_outputs", "extra_args", "repetition_detection"),
+            *("logprob_token_ids", "extra_args", "repetition_detection"),
             *("truncate_prompt_tokens", "logits_processors"),
         )
         for name in absent:
@@ -179,6 +182,21 @@ class SamplingParams:
         for token, bias in (self.logit_bias or {}).items():
             _whole("logit_bias", token, 0, MAX_COUNT)
             _real("logit_bias", bias, -math.inf, math.inf)
+
+    def _check_structure(self) -> None:
+        if self.structured_outputs is None:
+            return
+        if not isinstance(self.structured_outputs, StructuredOutputsParams):
+            raise UserError(
+                f"structured_outputs must be StructuredOutputsParams, not {self.structured_outputs!r:.100}",
+                "structured_outputs",
+            )
+        for name in ("min_tokens", "bad_words", "allowed_token_ids"):
+            if getattr(self, name):
+                raise UserError(
+                    f"{name} with structured_outputs may forbid all that the grammar allows: leave one out",
+                    name,
+                )
 
     def _settle_temperature(self) -> None:
         if self.greedy:

@@ -112,6 +112,11 @@ class Tokenizer:
         """How many tokens `text` has at least, known from its length; 0 where that says nothing."""
         return self._reach.least_tokens(text)
 
+    def to_json(self) -> str:
+        """tokenizer.json as it is in use."""
+        text: str = self._backend.to_str()
+        return text
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; ids that no token has are left out."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)

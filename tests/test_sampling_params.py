@@ -101,7 +101,7 @@ def test_stop_strings_need_text() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("structured_outputs", "logprob_token_ids", "extra_args", "repetition_detection"),
+        *("logprob_token_ids", "extra_args", "repetition_detection"),
         *("truncate_prompt_tokens", "logits_processors"),
     ],
 )

@@ -42,6 +42,7 @@ from qinfer.engine.runner import Launched, Runner, StepRunner
 from qinfer.engine.sampler import Sampled, Spell, describe, draw_of, sample, slice_rows
 from qinfer.engine.scheduler import Scheduler
 from qinfer.engine.sizing import size_pool
+from qinfer.engine.structured import Grammars
 from qinfer.engine.warmup import make_ready
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
@@ -111,6 +112,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, TokenSequence] = {}
         self._books = Books(tokenizer)
+        self.grammars = Grammars(tokenizer, config.vocab_size)
         self._under_way: _UnderWay | None = None
         self._may_look_back: set[str] = set()  # requests of which a sequence may
         self._scored_pages: list[int] = []  # held by prompt_logits
@@ -144,6 +146,8 @@ class Engine:
         request = admission.make_request(
             request_id, prompt_ids, params, self.limits, self._tokenizer, self.vocab_size
         )
+        structured = params.structured_outputs
+        constraints = [self.grammars.start(structured) if structured else None for _ in range(params.n)]
         request.prompt, request.salt = prompt, cache_salt or ""
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()
@@ -153,6 +157,7 @@ class Engine:
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
         for index in range(params.n):
             seq = TokenSequence(next(self._seq_ids), request, index, seed + index, list(prompt_ids))
+            seq.constraint = constraints[index]
             request.sequences.append(seq)
             self._sequences[seq.seq_id] = seq
             self.scheduler.add(seq)

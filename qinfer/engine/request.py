@@ -11,10 +11,13 @@ same list.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qinfer.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput, RequestStateStats
 from qinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from qinfer.engine.structured import Constraint
 
 
 class StopRules(NamedTuple):
@@ -60,6 +63,7 @@ class Request:
         p = self.params
         plain = p.repetition_penalty == 1.0 and p.frequency_penalty == p.presence_penalty == 0.0
         limited = self.bad_words or p.logit_bias or p.allowed_token_ids is not None
+        limited = limited or p.structured_outputs is not None
         asks = p.logprobs is not None or p.prompt_logprobs is not None
         return not plain or bool(limited) or asks
 
@@ -105,6 +109,7 @@ class Sequence:
     text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    constraint: Constraint | None = None  # its place in the grammar that binds it
 
     def __post_init__(self) -> None:
         self.max_length = len(self.request.prompt_ids) + self.request.rules.max_tokens

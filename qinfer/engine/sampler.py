@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.engine.request import Sequence
+from qinfer.engine.structured import constrain
 from qinfer.outputs import Logprob
 
 Spell = Callable[[int], str]  # a token's own text
@@ -136,7 +137,7 @@ def _sample_logprobs(
 
 def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Masks, biases and penalties; the same tensor where nobody asks for any."""
-    out = logits
+    out = constrain(logits, sequences)
     for i, seq in enumerate(sequences):
         params = seq.request.params
         banned = _banned(seq)

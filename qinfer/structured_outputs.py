@@ -1,0 +1,110 @@
+"""Which form an answer must have: a grammar in one of five spellings, checked as far as needs no model.
+
+What is checked here costs nothing; whether the grammar itself can be compiled, the engine says when it takes
+the request in (`qinfer.engine.structured`). Every refusal is a `UserError` that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qinfer.errors import UserError
+
+MAX_DEPTH = 64  # of a schema: deeper ones are attacks or mistakes
+_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """Exactly one of `json` (a schema), `regex`, `choice` (texts), `grammar` (Lark or GBNF), `json_object`.
+
+    JSON may be spaced as the model likes, within bounds; `disable_any_whitespace` leaves none and
+    `whitespace_pattern` is a regex for what may stand between two parts of it. Raises UserError.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.structural_tag is not None:
+            raise NotImplementedError("qinfer does not have structured_outputs.structural_tag")
+        if len(self._given()) != 1:
+            named = " and ".join(self._given()) or "none"
+            raise UserError(
+                f"structured_outputs needs exactly one of {', '.join(_KINDS[:-1])}, not {named}",
+                "structured_outputs",
+            )
+        self._check_texts()
+        if self.choice is not None:
+            _check_choice(self.choice)
+        if self.json is not None:
+            _check_schema(self.schema())
+
+    @property
+    def kind(self) -> str:
+        """Which one was given."""
+        return self._given()[0]
+
+    def schema(self) -> Any:
+        """The JSON schema as an object; UserError where its text is none."""
+        if not isinstance(self.json, str):
+            return self.json
+        try:
+            return json.loads(self.json)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the JSON schema is no valid JSON: {error}", "json") from None
+
+    def _given(self) -> list[str]:
+        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
+
+    def _check_texts(self) -> None:
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            text = getattr(self, name)
+            if text is None:
+                continue
+            if not isinstance(text, str) or not text.strip():
+                raise UserError(f"{name} must be a text that is not empty, not {text!r:.100}", name)
+            if "\x00" in text:
+                raise UserError(f"{name} has a NUL character, which is no text", name)
+            _check_unicode(text, name)
+
+
+def _check_choice(choice: Any) -> None:
+    if not isinstance(choice, Sequence) or isinstance(choice, str) or not choice:
+        raise UserError(f"choice must be a list of texts that is not empty, not {choice!r:.100}", "choice")
+    for text in choice:
+        if not isinstance(text, str) or not text:
+            raise UserError(f"choice must hold texts that are not empty, not {text!r:.100}", "choice")
+        _check_unicode(text, "choice")
+
+
+def _check_unicode(text: str, name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} holds text that is not valid Unicode: {text!r:.100}", name) from None
+
+
+def _check_schema(schema: Any) -> None:
+    if not isinstance(schema, Mapping):
+        raise UserError(f"a JSON schema is an object, not {schema!r:.100}", "json")
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [inner for value in level for inner in _inside(value)]
+        if not level:
+            return
+    raise UserError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels", "json")
+
+
+def _inside(value: Any) -> list[Any]:
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return [inner for inner in values if isinstance(inner, Mapping | list)]
