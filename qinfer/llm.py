@@ -231,7 +231,7 @@ class LLM:
         if self.tokenizer is None:
             raise UserError(
                 "this LLM has no tokenizer (skip_tokenizer_init=True, or dummy weights of a folder without "
-                "one): it takes token ids only"
+                "one) and takes token ids only: name one (tokenizer=..., --tokenizer) for text"
             )
         return self.tokenizer
 

@@ -31,6 +31,7 @@ from qinfer.cli.options import (
     RevisionOption,
     SchemeOption,
     SymmetricOption,
+    TokenizerOption,
 )
 from qinfer.cli.output import show, stdout_kept_for_result, to_json
 from qinfer.errors import UserError
@@ -41,6 +42,7 @@ _FOR_LLM = (
     *("load_format", "scheme", "group_size", "symmetric", "dtype", "kv_cache_dtype", "lm_head_dtype"),
     *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
     *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "seed", "revision", "hf_token"),
+    "tokenizer",
 )
 
 NOption = Annotated[int, typer.Option(min=1, help="Answers for each prompt.")]
@@ -87,6 +89,7 @@ def throughput(
     n: NOption = 1,
     temperature: TemperatureOption = 1.0,
     disable_detokenize: DetokenizeOption = False,
+    tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
     group_size: GroupSizeOption = None,
@@ -155,6 +158,7 @@ def latency(
     n: NOption = 1,
     temperature: TemperatureOption = 1.0,
     disable_detokenize: DetokenizeOption = False,
+    tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
     group_size: GroupSizeOption = None,

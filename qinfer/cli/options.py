@@ -69,6 +69,10 @@ ChunkedPrefillOption = Annotated[
 EnforceEagerOption = Annotated[
     bool, typer.Option("--enforce-eager", help="On a GPU: no CUDA graphs, the same tokens.")
 ]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(help="A folder or hub id with a tokenizer. Default: MODEL's.", show_default=False),
+]
 LoadFormatOption = Annotated[
     str,
     typer.Option(help="auto, or dummy: random weights, for which config.json is enough."),

@@ -32,6 +32,7 @@ from qinfer.cli.options import (
     SchemeOption,
     SeedOption,
     SymmetricOption,
+    TokenizerOption,
 )
 from qinfer.cli.output import stdout_kept_for_result, to_json
 
@@ -52,6 +53,7 @@ def serve(
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name in the API instead of MODEL; may be repeated.")
     ] = None,
+    tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
     group_size: GroupSizeOption = None,
@@ -82,6 +84,7 @@ def serve(
     """
     keywords = llm_keywords(
         memory,
+        tokenizer=tokenizer,
         load_format=load_format,
         scheme=scheme,
         group_size=group_size,

@@ -108,6 +108,16 @@ def test_dummy_weights_need_a_config_alone(qinfer, config_alone, scheme, label):
     assert document["total_output_tokens"] == 9
 
 
+def test_a_tokenizer_may_come_from_elsewhere(qinfer, config_alone, model, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\nanother one\n")
+    options = ("--load-format", "dummy", "--dataset-name", "custom", "--output-len", 3)
+    options += ("--dataset-path", tmp_path / "prompts.txt", "--json")
+    assert qinfer("bench", "throughput", config_alone, *options).code == 2
+    code, out, err = qinfer("bench", "throughput", config_alone, *options, "--tokenizer", model)
+    assert code == 0, err
+    assert json.loads(out)["total_output_tokens"] == 6
+
+
 def test_latency_has_vllms_keys_and_more(qinfer, model):
     options = ("--input-len", 8, "--output-len", 4, "--batch-size", 3, "--num-iters", 4)
     code, out, err = qinfer("bench", "latency", model, *options, "--num-iters-warmup", 1, "--json")

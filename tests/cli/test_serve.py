@@ -54,6 +54,16 @@ def test_a_taken_port_is_one_line_before_anything_is_loaded(qinfer, model):
     assert err.count("\n") == 1
 
 
+def test_dummy_weights_are_served_only_when_asked_and_with_a_tokenizer(qinfer, model, tmp_path):
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    code, out, err = qinfer("serve", tmp_path, "--port", 0, "--load-format", "dummy")
+    assert (code, out) == (1, "")
+    assert "--allow-ungated" in err
+    code, out, err = qinfer("serve", tmp_path, "--port", 0, "--load-format", "dummy", "--allow-ungated")
+    assert (code, out) == (2, "")
+    assert "--tokenizer" in err
+
+
 def test_m01_weights_beyond_the_budget_stop_the_start(qinfer, model):
     code, out, err = qinfer("serve", model, "--port", 0, "--memory", "100KiB")
     assert (code, out) == (2, "")
