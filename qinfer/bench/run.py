@@ -17,6 +17,7 @@ from qinfer.bench.dataset import BenchRequest
 from qinfer.bench.roofline import Work
 from qinfer.engine.engine import Engine
 from qinfer.outputs import RequestOutput
+from qinfer.progress import ProgressBar
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 
 SCHEDULINGS = ("continuous", "static")
@@ -59,15 +60,25 @@ class Driver:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
 
-    def run(self, requests: Sequence[BenchRequest], scheduling: str = "continuous") -> Measured:
+    def run(
+        self, requests: Sequence[BenchRequest], scheduling: str = "continuous", *, progress: bool = False
+    ) -> Measured:
         """Runs them all and returns what was measured; raises UserError where one can never fit."""
         assert scheduling in SCHEDULINGS, scheduling
+        bar = ProgressBar(progress, len(requests) * self._params.n) if progress else None
+        try:
+            return self._run(requests, scheduling, bar)
+        finally:
+            if bar:
+                bar.close()
+
+    def _run(self, requests: Sequence[BenchRequest], scheduling: str, bar: ProgressBar | None) -> Measured:
         measured = Measured()
         before = self._engine.stats()
         start = time.perf_counter()
         for batch in self._batches(requests, scheduling):
             longest = max(request.output_len for request in batch) if scheduling == "static" else None
-            self._run_batch(batch, longest, measured)
+            self._run_batch(batch, longest, measured, bar)
         measured.elapsed = time.perf_counter() - start
         after = self._engine.stats()
         measured.preemptions = after.num_preemptions - before.num_preemptions
@@ -81,7 +92,13 @@ class Driver:
             size = max(1, self._engine.limits.max_num_seqs // self._params.n)
         return [requests[i : i + size] for i in range(0, len(requests), size)]
 
-    def _run_batch(self, batch: Sequence[BenchRequest], longest: int | None, measured: Measured) -> None:
+    def _run_batch(
+        self,
+        batch: Sequence[BenchRequest],
+        longest: int | None,
+        measured: Measured,
+        bar: ProgressBar | None,
+    ) -> None:
         engine, asked = self._engine, {}
         start = time.perf_counter()
         began = time.monotonic()
@@ -95,6 +112,8 @@ class Driver:
                 measured.work.append(self._work(asked[output.request_id], output))
                 assert output.metrics is not None
                 measured.first_tokens.append(output.metrics.first_token_ts - began)
+                if bar:
+                    bar.advance(output)
             now = time.perf_counter()
             measured.steps.append(now - start)
             measured.occupancy.append(engine.stats().num_running)

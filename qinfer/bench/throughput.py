@@ -63,7 +63,7 @@ def measure(bench: Bench, setting: Throughput) -> dict[str, Any]:
         driver.run(short)
         engine.reset_prefix_cache()
     warm_seconds = time.perf_counter() - start
-    measured = driver.run(requests, setting.scheduling)
+    measured = driver.run(requests, setting.scheduling, progress=True)
     seconds, output = measured.elapsed, measured.output_tokens
     total = measured.prompt_tokens + output
     return {
