@@ -8,7 +8,7 @@ Ranges of sampling fields are checked by `SamplingParams`, once for all faces.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,8 @@ from pydantic import (
     Tag,
     model_validator,
 )
+
+from qinfer.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
@@ -78,11 +80,40 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class ResponseFormat(BaseModel):
-    """The answer's form; only text exists so far."""
+class JsonSchema(BaseModel):
+    """The schema of `response_format`, by the name that OpenAI gives it."""
 
-    model_config = ConfigDict(extra="allow")
-    type: str
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """The answer's form: any text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_its_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("type json_schema needs json_schema: {name, schema}")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's way to say the answer's form; `StructuredOutputsParams` checks that it is one."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    json_: dict[str, Any] | Text | None = Field(default=None, alias="json")
+    regex: Text | None = None
+    choice: list[Text] | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+    structural_tag: Any = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: Text | None = None
 
 
 class GenerationRequest(BaseModel):
@@ -118,7 +149,7 @@ class GenerationRequest(BaseModel):
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     return_tokens_as_token_ids: bool = False
@@ -136,18 +167,30 @@ class GenerationRequest(BaseModel):
             raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
         if self.use_beam_search and self.stream:
             raise ValueError("beam search cannot be streamed")
+        if self.structured_outputs is not None and self.has_form:
+            raise ValueError("response_format and structured_outputs say the same thing: leave one out")
         return self
+
+    @property
+    def has_form(self) -> bool:
+        """Whether `response_format` asks for more than text."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    def form(self) -> StructuredOutputsParams | None:
+        """What the answer must look like; UserError where that is said badly, None: as the model likes."""
+        if self.structured_outputs is not None:
+            given = self.structured_outputs.model_dump(by_alias=True)
+            return StructuredOutputsParams(**given)
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        if self.response_format.json_schema is None:
+            return StructuredOutputsParams(json_object=True)
+        return StructuredOutputsParams(json=self.response_format.json_schema.schema_)
 
     def refuse_absent(self) -> None:
         """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
         if self.use_beam_search:
             raise NotImplementedError("qinfer does not have beam search (use_beam_search)")
-        if self.structured_outputs is not None:
-            raise NotImplementedError("qinfer does not have structured output (structured_outputs)")
-        if self.response_format is not None and self.response_format.type != "text":
-            raise NotImplementedError(
-                f"qinfer does not have structured output (response_format {self.response_format.type!r:.50})"
-            )
 
     @property
     def include_usage(self) -> bool:

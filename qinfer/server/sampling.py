@@ -97,6 +97,7 @@ def _given(request: GenerationRequest, defaults: SamplingParams) -> dict[str, An
     for name in _SAME_NAME:
         if (value := getattr(request, name)) is not None:
             given[name] = value
+    given["structured_outputs"] = request.form()
     return given
 
 

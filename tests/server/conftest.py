@@ -21,6 +21,7 @@ import uvicorn
 from qinfer.async_llm import AsyncLLM
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineStats, StepLimits
+from qinfer.engine.structured import Grammars
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
 from qinfer.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
@@ -73,6 +74,7 @@ class ScriptedEngine:
         self.limits = StepLimits(CONTEXT, 64, 1024, 16)
         self.ledger = LEDGER
         self.vocab_size = tokenizer.vocab_size
+        self.grammars = Grammars(tokenizer, tokenizer.vocab_size)
         self.jobs: dict[str, _Job] = {}
         self.seen: list[SamplingParams] = []
         self.extras: list[tuple[int, str | None]] = []

@@ -1,0 +1,115 @@
+"""Structured output as clients ask for it; the texts of a random model obey, and bad grammars are 400."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
+
+HELLO: list[Any] = [{"role": "user", "content": "Say something."}]
+KINDS = ["cat", "dog \u2603"]
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": KINDS}, "legs": {"type": "integer", "minimum": 0, "maximum": 9}},
+    "required": ["kind", "legs"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
+
+
+class Animal(BaseModel):
+    kind: Literal["cat", "dog \u2603"]
+    legs: Literal[2, 4]
+
+
+def check_animal(text: str) -> None:
+    animal = json.loads(text)
+    assert list(animal) == ["kind", "legs"]
+    assert animal["kind"] in KINDS
+    assert 0 <= animal["legs"] <= 9
+
+
+def test_parse_gives_the_users_own_class(client, strictly):
+    answer = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Animal, seed=2)
+    strictly(ChatCompletion, ChatCompletion.model_validate(answer.model_dump(exclude_unset=True)))
+    assert isinstance(answer.choices[0].message.parsed, Animal)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_json_schema_streamed_and_whole(client, strictly, seed):
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "response_format": FORMAT, "seed": seed}
+    answer = client.chat.completions.create(**asked, n=3)
+    strictly(ChatCompletion, answer)
+    for choice in answer.choices:
+        check_animal(choice.message.content)
+        assert choice.finish_reason == "stop"
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    for chunk in chunks:
+        strictly(ChatCompletionChunk, chunk)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == answer.choices[0].message.content
+
+
+def test_the_sdks_stream_reader_parses(client):
+    asked: dict[str, Any] = {"model": "tiny", "messages": HELLO, "seed": 1, "response_format": Animal}
+    with client.chat.completions.stream(**asked) as stream:
+        assert [event.parsed for event in stream if event.type == "content.done"]
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Animal)
+
+
+def test_json_object(client):
+    answer = client.chat.completions.create(
+        model="tiny", messages=HELLO, response_format={"type": "json_object"}, seed=4, logit_bias={"125": 100}
+    )
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+
+
+@pytest.mark.parametrize(
+    ("form", "pattern"),
+    [
+        ({"regex": "[ab]{4}c"}, "[ab]{4}c"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= [0-9] "x"'}, "[0-9]x"),
+        ({"json": {"enum": [1, 2]}}, "[12]"),
+        ({"json": '{"enum": [1, 2]}', "disable_any_whitespace": True, "new_field": 1}, "[12]"),
+    ],
+)
+def test_vllms_spelling(client, form, pattern):
+    body = {"structured_outputs": form}
+    for answer in (
+        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
+        .choices[0]
+        .message.content,
+        client.completions.create(model="tiny", prompt="A", max_tokens=50, extra_body=body).choices[0].text,
+    ):
+        assert re.fullmatch(pattern, answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
+        {"response_format": {"type": "poem"}},
+        {"extra_body": {"structured_outputs": {"regex": "("}}},
+        {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}},
+        {"extra_body": {"structured_outputs": {}}},
+        {"extra_body": {"structured_outputs": {"choice": []}}},
+        {"extra_body": {"structured_outputs": {"grammar": "start: nowhere"}}},
+        {"extra_body": {"structured_outputs": {"regex": "a"}, "min_tokens": 3}},
+        {"extra_body": {"structured_outputs": {"regex": "a"}}, "response_format": {"type": "json_object"}},
+    ],
+)
+def test_mistakes_are_400_before_a_stream_begins(client, changes, stream):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, **changes)
+    assert caught.value.body["message"]
+    assert "\n" not in caught.value.body["message"]
