@@ -34,9 +34,8 @@ def check_animal(text: str) -> None:
     assert 0 <= animal["legs"] <= 9
 
 
-def test_parse_gives_the_users_own_class(client, strictly):
+def test_parse_gives_the_users_own_class(client):
     answer = client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Animal, seed=2)
-    strictly(ChatCompletion, ChatCompletion.model_validate(answer.model_dump(exclude_unset=True)))
     assert isinstance(answer.choices[0].message.parsed, Animal)
     assert answer.choices[0].finish_reason == "stop"
 
@@ -82,13 +81,10 @@ def test_json_object(client):
 )
 def test_vllms_spelling(client, form, pattern):
     body = {"structured_outputs": form}
-    for answer in (
-        client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
-        .choices[0]
-        .message.content,
-        client.completions.create(model="tiny", prompt="A", max_tokens=50, extra_body=body).choices[0].text,
-    ):
-        assert re.fullmatch(pattern, answer)
+    chat = client.chat.completions.create(model="tiny", messages=HELLO, extra_body=body)
+    plain = client.completions.create(model="tiny", prompt="A", max_tokens=50, extra_body=body)
+    for text in (chat.choices[0].message.content, plain.choices[0].text):
+        assert re.fullmatch(pattern, text)
 
 
 @pytest.mark.parametrize("stream", [False, True])
