@@ -50,6 +50,7 @@ class Bench:
             "torch_version": torch.__version__,
             "model_id": self.model,
             "quantization": llm.engine.ledger.label,
+            "weight_bits": _weight_bits(llm),
             "kv_cache_dtype": llm.engine.kv_cache_dtype,
             "device": self.machine.name,
             "seed": seed,
@@ -83,6 +84,12 @@ def roofline_keys(bound: Roofline, machine: Machine, output_tokens: int, seconds
         },
         "roofline_fraction": bound.seconds / seconds,
     }
+
+
+def _weight_bits(llm: LLM) -> int:
+    """Bits of the layers' weights, scales not counted."""
+    group = llm.schemes[0].group()
+    return 8 * llm.dtype.itemsize if group is None else int(group["weights"]["num_bits"])
 
 
 def step_keys(measured: Measured, max_num_seqs: int) -> dict[str, Any]:

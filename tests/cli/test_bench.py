@@ -91,19 +91,19 @@ def test_static_sorted_and_spread(qinfer, model):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "label"),
+    ("scheme", "label", "bits"),
     [
-        (("--scheme", "w4a16", "--group-size", 32, "--sym"), "w4a16 g32 sym"),
-        (("--scheme", "w8a8-fp8", "--kv-cache-dtype", "fp8"), "w8a8-fp8 + fp8 KV"),
-        ((), "bfloat16"),
+        (("--scheme", "w4a16", "--group-size", 32, "--sym"), "w4a16 g32 sym", 4),
+        (("--scheme", "w8a8-fp8", "--kv-cache-dtype", "fp8"), "w8a8-fp8 + fp8 KV", 8),
+        ((), "bfloat16", 16),
     ],
 )
-def test_dummy_weights_need_a_config_alone(qinfer, config_alone, scheme, label):
+def test_dummy_weights_need_a_config_alone(qinfer, config_alone, scheme, label, bits):
     options = ("--load-format", "dummy", *scheme, "--num-prompts", 3, "--input-len", 5, "--output-len", 3)
     code, out, err = qinfer("bench", "throughput", config_alone, *options, "--json")
     assert code == 0, err
     document = json.loads(out)
-    assert document["quantization"] == label
+    assert (document["quantization"], document["weight_bits"]) == (label, bits)
     assert document["gate"]["state"] == "ungated"
     assert document["total_output_tokens"] == 9
 
