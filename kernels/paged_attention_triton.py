@@ -2,10 +2,9 @@
 """Paged attention on a GPU: the twin of `paged_attention`, with the same two calls.
 
 `group_rows` plans a step on the device once (`paged_plan_triton`); `paged_attention` then launches, per
-layer, the kernel for single rows (`paged_decode_triton`) and, where a step has more rows than sequences, the
-one for chunks (`paged_prefill_warps_triton` where it can, else `paged_prefill_triton`), which fill different
-rows of one output. The host knows shapes only: a step's launches are the same for all lengths, and nothing
-waits.
+layer, the kernel for single rows (`paged_decode_triton`) and, where a step has more rows than sequences, what
+chunks need (`paged_chunks_triton`), which fill different rows of one output. The host knows shapes only: a
+step's launches are the same for all lengths, and nothing waits.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.kv_unpack_triton import FP8, INT8, PLAIN
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.paged_attention import Geometry, PagedBatch
+from qinfer.kernels.paged_chunks_triton import Call, Numbers, attend_chunks
 from qinfer.kernels.paged_decode_triton import decode_kernel
 from qinfer.kernels.paged_plan_triton import RowPlan, plan_rows
 from qinfer.kernels.paged_prefill_triton import prefill_kernel
 from qinfer.kernels.paged_prefill_warps_triton import prefill_by_warps
 from qinfer.kernels.paged_shapes_triton import (
     TYPES,
-    WARPS_BLOCK,
     WARPS_TILE,
     Shape,
-    by_warps_takes,
     decode_constants,
     decode_formula,
     machine_of,
@@ -39,12 +37,12 @@ from qinfer.kernels.paged_shapes_triton import (
     warps_constants,
 )
 from qinfer.kernels.paged_walk_triton import LOG2E
+from qinfer.kernels.paged_widen_triton import widen_constants, widen_pages
 from qinfer.kernels.tiles import Declined, tile
-from qinfer.kernels.warps_triton import descriptor, descriptor_type
+from qinfer.kernels.warps_triton import descriptor_type
 from qinfer.kernels.write_kv_triton import kind_of
 
 MAX_GROUP = 16  # query heads of a KV head: the rows of one tensor core tile
-Numbers = tuple[float, float, float, int]  # of `_numbers`
 
 
 def group_rows(batch: PagedBatch, geometry: Geometry) -> RowPlan:
@@ -76,7 +74,7 @@ def paged_attention(
     numbers = _numbers(pages, groups, shape, scale, softcap)
     _decode(q, pages, groups, out, shape, numbers)
     if len(q) > len(groups.batch.seq_lens):
-        _prefill(q, pages, groups, out, shape, numbers)
+        attend_chunks(Call(q, groups, out, shape, numbers), pages)
     return out
 
 
@@ -132,65 +130,6 @@ def _decode(q: Tensor, pages: KVPages, plan: RowPlan, out: Tensor, shape: Shape,
     )
 
 
-def _prefill(q: Tensor, pages: KVPages, plan: RowPlan, out: Tensor, shape: Shape, numbers: Numbers) -> None:
-    num_kv_heads, num_seqs = pages.k.shape[1], len(plan.batch.seq_lens)
-    machine = machine_of(q.device)
-    if machine.capability == 9 and by_warps_takes(shape):
-        _prefill_by_warps(q, pages, plan, out, shape, numbers)
-        return
-    op, itemsize = table_name("prefill", shape.kind), pages.k.itemsize
-    entry = dict(tile(op, machine.key, prefill_formula, len(q), shape.dim, itemsize))
-    block_rows = entry["BLOCK"] // shape.group
-    blocks = (len(q) + num_seqs * (block_rows - 1)) // block_rows
-    programs = min(blocks * num_kv_heads, machine.num_sms * entry.pop("per_sm"))
-    prefill_kernel[(programs,)](
-        q,
-        pages.k,
-        pages.v,
-        pages.k_scales,
-        pages.v_scales,
-        plan.batch.page_table,
-        plan.batch.seq_lens,
-        plan.batch.query_starts,
-        plan.header,
-        plan.prefill,
-        out,
-        q.stride(0),
-        plan.batch.page_table.stride(0),
-        num_seqs,
-        num_kv_heads,
-        *numbers,
-        **prefill_constants(entry, shape),
-    )
-
-
-def _prefill_by_warps(
-    q: Tensor, pages: KVPages, plan: RowPlan, out: Tensor, shape: Shape, numbers: Numbers
-) -> None:
-    num_kv_heads, num_seqs = pages.k.shape[1], len(plan.batch.seq_lens)
-    block_rows = WARPS_BLOCK // shape.group
-    blocks = (len(q) + num_seqs * (block_rows - 1)) // block_rows
-    programs = min(blocks * num_kv_heads, machine_of(q.device).num_sms)
-    k, v = (descriptor(t.view(-1, shape.dim), [WARPS_TILE, shape.dim]) for t in (pages.k, pages.v))
-    prefill_by_warps[(programs,)](
-        q,
-        k,
-        v,
-        plan.batch.page_table,
-        plan.batch.seq_lens,
-        plan.batch.query_starts,
-        plan.header,
-        plan.prefill,
-        out,
-        q.stride(0),
-        plan.batch.page_table.stride(0),
-        num_seqs,
-        num_kv_heads,
-        numbers[0],
-        **warps_constants(shape),
-    )
-
-
 def offline_variants() -> Iterator[Variant]:
     """Both kernels for every kind of page, at head dimensions and options that models have."""
     for group, dim, page_size, windowed, capped in (
@@ -214,14 +153,17 @@ def offline_variants() -> Iterator[Variant]:
         shape = Shape(group, dim, 64, PLAIN.value, torch.bfloat16, False, False)
         element = descriptor_type("bf16", [WARPS_TILE, dim])
         yield _variant(prefill_by_warps, warps_constants(shape), shape, element)
+        for kind, element in ((FP8.value, "*fp8e4nv"), (INT8.value, "*i8")):
+            shape = Shape(group, dim, 64, kind, torch.bfloat16, False, False)
+            yield _variant(widen_pages, widen_constants(dim, 64), shape, element)
 
 
 def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: str) -> Variant:
     types = {
-        "*i64": ("table", "seq_lens", "query_starts"),
+        "*i64": ("table", "wide_table", "seq_lens", "query_starts"),
         "*i32": ("header", "items", "counters", "prefill"),
         "*fp32": ("k_scales", "v_scales", "sums", "stats"),
-        "i32": ("q_stride", "table_stride", "num_kv_heads", "num_seqs", "num_rows", "window"),
+        "i32": ("q_stride", "table_stride", "wide_stride", "num_kv_heads", "num_seqs", "num_rows", "window"),
         "fp32": ("qk_scale", "v_scale", "softcap"),
     }
     options = {key: constants[key] for key in ("num_warps", "num_stages") if key in constants}
@@ -229,7 +171,9 @@ def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: s
     if shape.kind != INT8.value:
         fixed |= {name: None for name in ("k_scales", "v_scales") if name in kernel.arg_names}
     by_name = {name: kind for kind, names in types.items() for name in names}
-    by_name |= {"q": "*bf16", "out": "*bf16", "k": element, "v": element}
+    by_name |= {**dict.fromkeys(("q", "out", "wide_k", "wide_v"), "*bf16"), "most_pages": "i32"}
+    by_name |= {"k": element, "v": element}
     signature = {name: by_name[name] for name in kernel.arg_names if name not in fixed}
     label = f"{table_name(kernel.fn.__name__, shape.kind)} {shape.group}x{shape.dim} page {shape.page_size}"
-    return Variant(label, kernel, signature, fixed, options, ("q_stride",), wants_tensor_cores=True)
+    aligned = ("q_stride",) if "q" in signature else ()
+    return Variant(label, kernel, signature, fixed, options, aligned, wants_tensor_cores="q" in signature)

@@ -6,7 +6,8 @@ sequences fill a GPU as well as many short ones. The cut depends on all lengths,
 for them: one small program reads them once a step and writes
 
     items     one record per piece: row, sequence, first unit, last unit, length, piece, pieces of the row
-    prefill   the sequences of more than one row, with their first rows, closed up
+    prefill   the sequences of more than one row, closed up, with their first rows and first pages if all
+              their pages lay one after the other
 
 Grids are launched for the largest number of pieces that a batch of B rows can have; programs beyond the real
 number leave at once. So nothing about a launch depends on lengths, and a CUDA graph of a step stays right.
@@ -44,10 +45,10 @@ class RowPlan(NamedTuple):
 
     batch: PagedBatch
     geometry: Geometry
-    header: Tensor  # [4]: number of items, of prefill sequences, of their rows
+    header: Tensor  # [4]: number of items, of prefill sequences, of their rows, of their pages
     items: Tensor  # [max_items, 8]
     counters: Tensor  # [max_items, Hkv], zero: how many pieces of a row are done
-    prefill: Tensor  # [2, B + 1]: sequences; first rows, the last entry their sum
+    prefill: Tensor  # [3, B + 1]: sequences; first rows, first pages, in both the last entry their sum
 
 
 def max_items(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
@@ -65,7 +66,7 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
     bound = max_items(num_seqs, geometry.num_kv_heads, num_sms)
     num_counters = bound * geometry.num_kv_heads
     # all begin at multiples of 16 bytes, for whose sake kernels would be compiled in two variants
-    sizes = (4, bound * 8, num_counters + -num_counters % 4, 2 * (num_seqs + 1))
+    sizes = (4, bound * 8, num_counters + -num_counters % 4, 3 * (num_seqs + 1))
     header, items, counters, prefill = torch.empty(
         sum(sizes), dtype=torch.int32, device=batch.seq_lens.device
     ).split(sizes)
@@ -80,6 +81,7 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
         num_seqs,
         geometry.window or 0,
         geometry.num_kv_heads,
+        geometry.page_size,
         num_sms,
         UNIT,
         MIN_ROUNDS,
@@ -88,10 +90,10 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
         START_COST,
         BLOCK=max(64, triton.next_power_of_2(num_seqs)),
     )
-    return RowPlan(batch, geometry, header, items.view(-1, 8), counters.view(bound, -1), prefill.view(2, -1))
+    return RowPlan(batch, geometry, header, items.view(-1, 8), counters.view(bound, -1), prefill.view(3, -1))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "window", "num_kv_heads", "num_sms"])
+@triton.jit(do_not_specialize=["num_seqs", "window", "num_kv_heads", "page_size", "num_sms"])
 def _plan(
     seq_lens,
     query_starts,
@@ -102,6 +104,7 @@ def _plan(
     num_seqs,
     window,
     num_kv_heads,
+    page_size,
     num_sms,
     UNIT: tl.constexpr,
     MIN_ROUNDS: tl.constexpr,
@@ -170,12 +173,21 @@ def _plan(
     for at in range(0, num_items * num_kv_heads, BLOCK):
         tl.store(counters + at + slot, tl.zeros_like(slot), mask=at + slot < num_items * num_kv_heads)
 
-    rows = tl.where(is_prefill, rows, 0)
     rank = tl.cumsum(is_prefill.to(tl.int32), 0) - 1
-    tl.store(prefill + rank, seq, mask=is_prefill)
-    tl.store(prefill + num_seqs + 1 + rank, tl.cumsum(rows, 0) - rows, mask=is_prefill)
     num_prefill = tl.sum(is_prefill.to(tl.int32), 0)
-    tl.store(prefill + num_seqs + 1 + num_prefill, tl.sum(rows, 0))
+    tl.store(prefill + rank, seq, mask=is_prefill)
     tl.store(header, num_items)
     tl.store(header + 1, num_prefill)
-    tl.store(header + 2, tl.sum(rows, 0))
+    firsts = prefill + num_seqs + 1
+    tl.store(header + 2, _closed_up(firsts, tl.where(is_prefill, rows, 0), is_prefill, rank))
+    pages = tl.where(is_prefill, (seq_len + page_size - 1) // page_size, 0)
+    tl.store(header + 3, _closed_up(firsts + num_seqs + 1, pages, is_prefill, rank))
+
+
+@triton.jit
+def _closed_up(firsts, counts, chosen, rank):
+    """Stores where each of the `chosen` begins if they lie one after the other, and their sum, its result."""
+    total = tl.sum(counts, 0)
+    tl.store(firsts + rank, tl.cumsum(counts, 0) - counts, mask=chosen)
+    tl.store(firsts + tl.sum(chosen.to(tl.int32), 0), total)
+    return total

@@ -8,8 +8,8 @@ read from the pages also for the tokens of this very step.
 
 How many blocks there are is known on the device only. The grid is fixed, a few programs per multiprocessor,
 and each takes every n-th block, the heaviest (latest) first and there and back again, so that sums of work
-come out even. Blocks are found by binary search among the step's prefill sequences: with R rows per block,
-sequence j begins at block (rows before it + j (R - 1)) / R, rounded down, and has room there for all its own.
+come out even. Blocks are found among the step's prefill sequences by `sequence_of`. Where a step's pages fit
+into scratch pages of 16 bits, another kernel does the work and this one ends at once (`paged_widen_triton`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from qinfer.kernels.kv_unpack_triton import INT8
-from qinfer.kernels.paged_walk_triton import LOWEST, page_ids, slots_of, soft_cap
+from qinfer.kernels.paged_walk_triton import LOWEST, page_ids, sequence_of, slots_of, soft_cap
 
 
 @triton.jit
@@ -108,7 +108,7 @@ def _tiles(
     return top, total, result
 
 
-@triton.jit(do_not_specialize=["table_stride", "window", "num_kv_heads", "num_seqs"])
+@triton.jit(do_not_specialize=["table_stride", "window", "num_kv_heads", "num_seqs", "most_pages"])
 def prefill_kernel(
     q,
     k,
@@ -129,6 +129,7 @@ def prefill_kernel(
     v_scale,
     softcap,
     window,
+    most_pages,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     LANES: tl.constexpr,
@@ -144,6 +145,7 @@ def prefill_kernel(
     BLOCK_ROWS: tl.constexpr = BLOCK // GROUP  # of the step; each has GROUP query heads here
     num_prefill = tl.load(header + 1)
     num_blocks = (tl.load(header + 2) + num_prefill * (BLOCK_ROWS - 1)) // BLOCK_ROWS
+    num_blocks = tl.where(tl.load(header + 3) > most_pages, num_blocks, 0)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     line = tl.arange(0, BLOCK)
@@ -155,15 +157,8 @@ def prefill_kernel(
         if work < num_blocks * num_kv_heads:
             kv_head = work % num_kv_heads
             block = num_blocks - 1 - work // num_kv_heads
-            low = 0
-            high = num_prefill
-            while high - low > 1:
-                middle = (low + high) // 2
-                begins = (tl.load(starts + middle) + middle * (BLOCK_ROWS - 1)) // BLOCK_ROWS <= block
-                low = tl.where(begins, middle, low)
-                high = tl.where(begins, high, middle)
-            seq = tl.load(prefill + low)
-            block -= (tl.load(starts + low) + low * (BLOCK_ROWS - 1)) // BLOCK_ROWS
+            nth, block = sequence_of(starts, num_prefill, block, BLOCK_ROWS)
+            seq = tl.load(prefill + nth)
             start = tl.load(query_starts + seq).to(tl.int32)
             rows = tl.load(query_starts + seq + 1).to(tl.int32) - start
             length = tl.load(seq_lens + seq).to(tl.int32)

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qinfer.kernels.paged_blocks_triton import block_at, num_blocks_of
 from qinfer.kernels.warps_triton import copy_in
 
 LOWEST = gl.constexpr(-1.0e30)  # finite: -inf minus -inf is NaN
@@ -37,52 +38,14 @@ def barriers(STAGES: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def num_blocks_of(header, ROWS: gl.constexpr):
-    """(prefill sequences, blocks of ROWS rows that they may need) of a planned step."""
-    num_prefill = gl.load(header + 1)
-    return num_prefill, (gl.load(header + 2) + num_prefill * (ROWS - 1)) // ROWS
-
-
-@gluon.jit
-def block_at(turn, num_prefill, num_blocks, num_seqs, num_kv_heads, prefill, query_starts, seq_lens,
-             ROWS: gl.constexpr, TILE: gl.constexpr):  # fmt: skip
-    """(KV head, sequence, its first row of the step, its rows, its length, the block's first row, its tiles).
-
-    The block is this program's in its turn; it has no tiles where there is none, or no row in it.
-    """
-    program = gl.program_id(0)
-    programs = gl.num_programs(0)
-    work = turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
-    is_work = work < num_blocks * num_kv_heads
-    kv_head = work % num_kv_heads
-    block = gl.maximum(num_blocks - 1 - work // num_kv_heads, 0)
-    starts = prefill + num_seqs + 1
-    low = 0
-    high = num_prefill
-    while high - low > 1:
-        middle = (low + high) // 2
-        begins = (gl.load(starts + middle) + middle * (ROWS - 1)) // ROWS <= block
-        low = gl.where(begins, middle, low)
-        high = gl.where(begins, high, middle)
-    seq = gl.load(prefill + low)
-    first_row = (block - (gl.load(starts + low) + low * (ROWS - 1)) // ROWS) * ROWS
-    start = gl.load(query_starts + seq).to(gl.int32)
-    rows = gl.load(query_starts + seq + 1).to(gl.int32) - start
-    length = gl.load(seq_lens + seq).to(gl.int32)
-    end = gl.minimum(length - rows + first_row + ROWS, length)  # past the block's last position
-    tiles = gl.where(is_work & (first_row < rows), gl.cdiv(end, TILE), 0)
-    return kv_head, seq, start, rows, length, first_row, tiles
-
-
-@gluon.jit
 def copy_pages(k, v, ks, vs, k_ready, k_empty, v_ready, v_empty, table, seq_lens, query_starts, header,
-               prefill, table_stride, num_seqs, num_kv_heads, GROUP: gl.constexpr, PAGE: gl.constexpr,
-               STAGES: gl.constexpr):  # fmt: skip
+               prefill, table_stride, num_seqs, num_kv_heads, most_pages, GROUP: gl.constexpr,
+               PAGE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """The copying warp: fills the next buffers as soon as they are empty."""
     ROWS: gl.constexpr = 128 // GROUP
     TILE: gl.constexpr = k.block_shape[0]
     NUM_BYTES: gl.constexpr = TILE * k.block_shape[1] * (k.dtype.primitive_bitwidth // 8)
-    num_prefill, num_blocks = num_blocks_of(header, ROWS)
+    num_prefill, num_blocks = num_blocks_of(header, most_pages, ROWS)
     count = 0
     for turn in range(0, gl.cdiv(num_blocks * num_kv_heads, gl.num_programs(0))):
         kv_head, seq, _, _, _, _, tiles = block_at(turn, num_prefill, num_blocks, num_seqs, num_kv_heads,
@@ -149,7 +112,7 @@ def _zero_from(buffer, first, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def attend(HALF: gl.constexpr, q, out, q_tile, ks, vs, k_ready, k_empty, v_ready, v_empty, seq_lens,
-           query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, qk_scale, v_scale,
+           query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, most_pages, qk_scale, v_scale,
            GROUP: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
     """A multiplying group: rows HALF * 64.. of every block of its program."""
     ROWS: gl.constexpr = 128 // GROUP
@@ -159,7 +122,7 @@ def attend(HALF: gl.constexpr, q, out, q_tile, ks, vs, k_ready, k_empty, v_ready
     WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, WIDE, 2)
     ACROSS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    num_prefill, num_blocks = num_blocks_of(header, ROWS)
+    num_prefill, num_blocks = num_blocks_of(header, most_pages, ROWS)
     count = 0
     for turn in range(0, gl.cdiv(num_blocks * num_kv_heads, gl.num_programs(0))):
         kv_head, _, start, rows, length, first_row, tiles = block_at(turn, num_prefill, num_blocks, num_seqs,
@@ -220,11 +183,14 @@ def attend(HALF: gl.constexpr, q, out, q_tile, ks, vs, k_ready, k_empty, v_ready
             gl.store(out_at, (result * share[:, None]).to(out.dtype.element_ty), mask=real[:, None])
 
 
-@gluon.jit(do_not_specialize=["table_stride", "num_kv_heads", "num_seqs"])
+@gluon.jit(do_not_specialize=["table_stride", "num_kv_heads", "num_seqs", "most_pages"])
 def prefill_by_warps(q, k, v, table, seq_lens, query_starts, header, prefill, out, q_stride, table_stride,
-                     num_seqs, num_kv_heads, qk_scale, GROUP: gl.constexpr, PAGE: gl.constexpr,
-                     STAGES: gl.constexpr):  # fmt: skip
-    """k, v: descriptors of all pages as [tokens, DIM], in blocks of a tile, which must divide a page."""
+                     num_seqs, num_kv_heads, qk_scale, v_scale, most_pages, GROUP: gl.constexpr,
+                     PAGE: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+    """k, v: descriptors of all pages as [tokens, DIM], in blocks of a tile, which must divide a page.
+
+    Does nothing where the step's chunks have more than `most_pages` pages.
+    """
     TILE: gl.constexpr = k.block_shape[0]
     DIM: gl.constexpr = k.block_shape[1]
     ks = gl.allocate_shared_memory(k.dtype, [STAGES, TILE, DIM], k.layout)
@@ -239,13 +205,14 @@ def prefill_by_warps(q, k, v, table, seq_lens, query_starts, header, prefill, ou
     gl.warp_specialize(
         [
             (attend, (gl.constexpr(0), q, out, first, ks, vs, k_ready, k_empty, v_ready, v_empty, seq_lens,
-                      query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, qk_scale, 1.0, GROUP,
-                      STAGES)),
+                      query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, most_pages, qk_scale,
+                      v_scale, GROUP, STAGES)),
             (attend, (gl.constexpr(1), q, out, second, ks, vs, k_ready, k_empty, v_ready, v_empty, seq_lens,
-                      query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, qk_scale, 1.0, GROUP,
-                      STAGES)),
+                      query_starts, header, prefill, q_stride, num_seqs, num_kv_heads, most_pages, qk_scale,
+                      v_scale, GROUP, STAGES)),
             (copy_pages, (k, v, ks, vs, k_ready, k_empty, v_ready, v_empty, table, seq_lens, query_starts,
-                          header, prefill, table_stride, num_seqs, num_kv_heads, GROUP, PAGE, STAGES)),
+                          header, prefill, table_stride, num_seqs, num_kv_heads, most_pages, GROUP, PAGE,
+                          STAGES)),
         ],
         [4, 1],
         [232, 40],

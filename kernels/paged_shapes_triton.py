@@ -133,10 +133,9 @@ def prefill_constants(entry: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def by_warps_takes(shape: Shape) -> bool:
-    """Whether `prefill_by_warps` does these shapes, on Hopper."""
+    """Whether `prefill_by_warps` does these shapes, on Hopper; 8-bit pages once they are widened."""
     return (
-        shape.kind == PLAIN.value
-        and shape.dtype in (torch.bfloat16, torch.float16)
+        shape.dtype in (torch.bfloat16, torch.float16)
         and shape.dim in (64, 128)
         and shape.page_size % WARPS_TILE == 0
         and not (shape.windowed or shape.capped)

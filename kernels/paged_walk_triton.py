@@ -40,3 +40,20 @@ def slots_of(page, at, kv_head, num_kv_heads, TILE: tl.constexpr, PAGE: tl.const
 def soft_cap(logits, softcap):
     """softcap * tanh(logits / softcap) in base 2, by the exponential; right for any size of logits."""
     return softcap * LOG2E * (1.0 - 2.0 / (tl.exp2(logits * (2.0 * LOG2E / softcap)) + 1.0))
+
+
+@triton.jit
+def sequence_of(firsts, count, block, ROWS: tl.constexpr):
+    """Which of `count` sequences owns a block: the last that begins at it or before, by binary search.
+
+    firsts: the rows before each. Sequence j has blocks of ROWS rows from (firsts[j] + j (ROWS - 1)) / ROWS,
+    rounded down, on, where there is room for all its own. Returns j and the block's number among j's.
+    """
+    low = 0
+    high = count
+    while high - low > 1:
+        middle = (low + high) // 2
+        begins = (tl.load(firsts + middle) + middle * (ROWS - 1)) // ROWS <= block
+        low = tl.where(begins, middle, low)
+        high = tl.where(begins, high, middle)
+    return low, block - (tl.load(firsts + low) + low * (ROWS - 1)) // ROWS
