@@ -71,7 +71,8 @@ def block_candidates(m: int, n: int, k: int) -> Iterator[Entry]:
         yield from cut(dict(zip(names, values, strict=True)), m, n, -(-k // 128), (0, 2))
     if m >= 128:
         for group in (8, 16):
-            yield {"STAGES": 4, "GROUP": group, "EARLY": 0, "num_warps": 4}
+            tile = {"BM": 128, "BN": 256, "STAGES": 4, "GROUP": group, "num_warps": 4}
+            yield tile | {"SPLITS": 1, "EARLY": 0}
 
 
 def cut(tile: Entry, m: int, n: int, steps: int, early: tuple[int, ...]) -> Iterator[Entry]:
@@ -110,11 +111,11 @@ def exact_groups(given: tuple[Tensor, ...]) -> Tensor:
 
 
 def run(entry: Entry, given: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
-    return w8a8_triton.run(entry, *given, weight, scale, torch.bfloat16, None, False)
+    return w8a8_triton.multiply.run(entry, *given, weight, scale, torch.bfloat16, None)
 
 
 def run_blocks(entry: Entry, given: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:
-    return w8a8_fp8_block_triton.run(entry, *given, weight, scale, torch.bfloat16, None)
+    return w8a8_fp8_block_triton.multiply.run(entry, *given, weight, scale, torch.bfloat16, None)
 
 
 def call_int8(given: tuple[Tensor, ...], weight: Tensor, scale: Tensor) -> Tensor:

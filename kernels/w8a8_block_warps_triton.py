@@ -10,17 +10,14 @@ turns in one set of registers for sums.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from qinfer.kernels.w8a8_warps_triton import copy_tiles, tile_at
-from qinfer.kernels.warps_triton import copy_out, tell_next, wait_for_previous
-
-PIECE = 64  # columns of results that go to memory at once
+from qinfer.kernels.w8a8_warps_triton import PIECE, copy_tiles, ring, tile_at, write
+from qinfer.kernels.warps_triton import tell_next, wait_for_previous
 
 
 @gluon.jit
@@ -42,26 +39,6 @@ def _half(HALF: gl.constexpr, SIDE: gl.constexpr, xs, ws, stage, sums):
     a = xs.index(stage).slice(HALF * 64, 64)
     b = ws.index(stage).slice(SIDE * 128, 128)
     return warpgroup_mma(a, b.permute((1, 0)), sums, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _write(y, buffers, out, row, col):
-    """Sends y, 64 rows and up to 128 columns, to `out` at (row, col), by pieces of 64 columns.
-
-    buffers: [2, 64, 64] in shared memory; one is filled while the other is being read. So small, they leave
-    room for a fourth step of operands. The caller waits in the end.
-    """
-    if y.shape[1] > 64:
-        left, right = y.reshape((64, 2, y.shape[1] // 2)).permute((0, 2, 1)).split()
-        _write(left, buffers, out, row, col)
-        _write(right, buffers, out, row, col + y.shape[1] // 2)
-    else:
-        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 32])
-        buffer = buffers.index(col // 64 % 2)
-        tma.store_wait(pendings=1)
-        buffer.store(gl.convert_layout(y.to(out.dtype), LAYOUT, assert_trivial=True))
-        fence_async_shared()
-        copy_out(out, [row, col], buffer)
 
 
 @gluon.jit
@@ -111,35 +88,27 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scal
             cols = pn * 256 + gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
             left += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
             right += gl.load(bias + cols + 128, mask=cols + 128 < N, other=0.0).to(gl.float32)[None, :]
-        _write(left, buffers, out, row, pn * 256)
-        _write(right, buffers, out, row, pn * 256 + 128)
+        write(left, buffers, out, row, pn * 256)
+        write(right, buffers, out, row, pn * 256 + 128)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def blocks_by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, stride_g, STAGES: gl.constexpr,
-                    GROUP: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """As `by_warps` with tiles of 128x256; x_scale [M, K / 128] by its strides, w_scale row-major."""
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, 128, 128], x.layout)
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES, 256, 128], w.layout)
-    first = gl.allocate_shared_memory(out.dtype, [2, 64, 64], out.layout)
-    second = gl.allocate_shared_memory(out.dtype, [2, 64, 64], out.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    height: gl.constexpr = 128
-    width: gl.constexpr = 256
-    uncut: gl.constexpr = 1
+def blocks_by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, stride_g, BM: gl.constexpr,
+                    BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr,
+                    BIAS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """As `by_warps`, tiles of 128x256, K uncut; x_scale [M, K / 128] by its strides, w_scale row-major."""
+    gl.static_assert(BM == 128 and BN == 256 and SPLITS == 1)
+    xs, ws, ready, empty = ring(x, w, BM, BN, STAGES)
+    first = gl.allocate_shared_memory(out.dtype, [2, 64, PIECE], out.layout)
+    second = gl.allocate_shared_memory(out.dtype, [2, 64, PIECE], out.layout)
     gl.warp_specialize(
         [
             (_multiply, (gl.constexpr(0), xs, ws, ready, empty, first, x_scale, w_scale, bias, out, M, N, K,
                          stride_t, stride_g, STAGES, GROUP, BIAS, EARLY)),
             (_multiply, (gl.constexpr(1), xs, ws, ready, empty, second, x_scale, w_scale, bias, out, M, N, K,
                          stride_t, stride_g, STAGES, GROUP, BIAS, EARLY)),
-            (copy_tiles, (x, w, xs, ws, ready, empty, M, N, K, height, width, STAGES, GROUP, uncut, EARLY)),
+            (copy_tiles, (x, w, xs, ws, ready, empty, M, N, K, BM, BN, STAGES, GROUP, SPLITS, EARLY)),
         ],
         [4, 1],
         [240, 24],

@@ -4,7 +4,8 @@
 One warp copies tiles of both operands into a ring of buffers in shared memory; two groups of four warps
 multiply, each its own half of the tile's rows, and scale and store what they have. They meet only at the
 buffers' barriers, so while one group scales or stores, the other has the tensor cores for itself: int8 went
-from 1.75 to 2.1 times torch.mm in bfloat16 (H200, 1024 and 4096 tokens).
+from 1.75 to 2.1 times torch.mm in bfloat16 (H200, 1024 and 4096 tokens). A group may be ahead of the other by
+as many steps as there are buffers, so there must be many, and results leave by small ones.
 """
 
 from triton.experimental import gluon
@@ -19,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qinfer.kernels.warps_triton import copy_in, copy_out, tell_next, wait_for_previous
 
+PIECE = gl.constexpr(64)  # columns of results that go to memory at once
+
 
 @gluon.jit
 def tile_at(tile, num_m, num_n, GROUP: gl.constexpr):
@@ -27,6 +30,20 @@ def tile_at(tile, num_m, num_n, GROUP: gl.constexpr):
     begin = tile // per_group * GROUP
     height = gl.minimum(num_m - begin, GROUP)
     return begin + tile % per_group % height, tile % per_group // height
+
+
+@gluon.jit
+def ring(x, w, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
+    """Buffers for STAGES steps of both operands, and the barriers that tell when each is ready and empty."""
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
+    ws = gl.allocate_shared_memory(w.dtype, [STAGES, BN, 128], w.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    fence_async_shared()
+    return xs, ws, ready, empty
 
 
 @gluon.jit
@@ -51,10 +68,32 @@ def copy_tiles(x, w, xs, ws, ready, empty, M, N, K, BM: gl.constexpr, BN: gl.con
 
 
 @gluon.jit
-def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale, bias, out, M, N, K,
-              x_scale_stride, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-              SPLITS: gl.constexpr, BIAS: gl.constexpr, INT: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+def write(y, buffers, out, row, col):
+    """Sends y, a group's rows, to `out` at (row, col), by pieces as wide as a buffer.
+
+    buffers: [2, rows, columns of a piece] in shared memory; one is filled while the other is being read. The
+    caller waits in the end.
+    """
+    WIDTH: gl.constexpr = y.shape[1]
+    if buffers.shape[2] < WIDTH:
+        LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
+        left, right = y.reshape((y.shape[0], 2, WIDTH // 2)).permute((0, 2, 1)).split()
+        write(gl.convert_layout(left, LAYOUT, assert_trivial=True), buffers, out, row, col)
+        write(gl.convert_layout(right, LAYOUT, assert_trivial=True), buffers, out, row, col + WIDTH // 2)
+    else:
+        buffer = buffers.index(col // WIDTH % 2)
+        tma.store_wait(pendings=1)
+        buffer.store(y.to(out.dtype))
+        fence_async_shared()
+        copy_out(out, [row, col], buffer)
+
+
+@gluon.jit
+def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scale, bias, out, M, N, K,
+              stride_t, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+              SPLITS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """A multiplying group: rows HALF * BM / 2.. of every tile of its program."""
+    INT: gl.constexpr = xs.dtype == gl.int8
     ROWS: gl.constexpr = BM // 2
     # Triton knows no int8 instruction of 256 columns
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 if INT else BN, 32])
@@ -64,27 +103,31 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale
     count = 0
     tell_next(EARLY)
     wait_for_previous(EARLY)
+    acc = gl.zeros((ROWS, BN), gl.int32 if INT else gl.float32, LAYOUT)
     for unit in range(gl.program_id(0), num_m * num_n * SPLITS, gl.num_programs(0)):
         pm, pn = tile_at(unit % (num_m * num_n), num_m, num_n, GROUP)
         split = unit // (num_m * num_n)
-        acc = gl.zeros((ROWS, BN), gl.int32 if INT else gl.float32, LAYOUT)
         begin = split * steps // SPLITS
         end = (split + 1) * steps // SPLITS
+        if SPLITS > 1:  # a share may have no steps
+            acc = gl.zeros((ROWS, BN), gl.int32 if INT else gl.float32, LAYOUT)
         for step in range(begin, end):
             stage = count % STAGES
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             a = xs.index(stage).slice(HALF * ROWS, ROWS)
-            acc = warpgroup_mma(a, ws.index(stage).permute((1, 0)), acc, is_async=True)
+            b = ws.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, use_acc=step > begin, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # the cores always have a next step
             mbarrier.arrive(empty.index((count - 1) % STAGES), pred=step > begin)
             count += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((count - 1) % STAGES), pred=end > begin)
         row = pm * BM + HALF * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         cols = pn * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-        fx = gl.load(x_scale + rows * x_scale_stride, mask=rows < M, other=0.0)
+        # on their way while the last step is multiplied
+        fx = gl.load(x_scale + rows * stride_t, mask=rows < M, other=0.0)
         fw = gl.load(w_scale + cols, mask=cols < N, other=0.0)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((count - 1) % STAGES), pred=end > begin)
         y = acc.to(gl.float32) * fw[None, :] * fx[:, None]
         if SPLITS > 1:
             where = out + (split.to(gl.int64) * M + rows[:, None]) * N + cols[None, :]
@@ -92,42 +135,32 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffer, x_scale, w_scale
         else:
             if BIAS:
                 y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-            tma.store_wait(pendings=0)
-            buffer.store(y.to(out.dtype))
-            fence_async_shared()
-            copy_out(out, [row, pn * BN], buffer)
+            write(y, buffers, out, row, pn * BN)
     if SPLITS == 1:
         tma.store_wait(pendings=0)
 
 
 @gluon.jit(do_not_specialize=["M"])
-def by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, x_scale_stride, BM: gl.constexpr, BN: gl.constexpr,
+def by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: gl.constexpr, BN: gl.constexpr,
              STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, BIAS: gl.constexpr,
-             INT: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """x [M, K] in blocks of [BM, 128], w panels of [BN, 128], out [M, N] of [BM / 2, BN]: descriptors.
+             EARLY: gl.constexpr):  # fmt: skip
+    """x [M, K] in blocks of [BM, 128], w panels of [BN, 128], out [M, N] of [BM / 2, PIECE]: descriptors.
 
     Any grid. SPLITS > 1: out is a pointer to float32 [SPLITS, M, N], which gets no bias.
     """
-    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
-    ws = gl.allocate_shared_memory(w.dtype, [STAGES, BN, 128], w.layout)
+    xs, ws, ready, empty = ring(x, w, BM, BN, STAGES)
     if SPLITS == 1:
-        first = gl.allocate_shared_memory(out.dtype, [BM // 2, BN], out.layout)
-        second = gl.allocate_shared_memory(out.dtype, [BM // 2, BN], out.layout)
+        first = gl.allocate_shared_memory(out.dtype, [2, BM // 2, PIECE], out.layout)
+        second = gl.allocate_shared_memory(out.dtype, [2, BM // 2, PIECE], out.layout)
     else:  # results go straight to memory
         first = xs
         second = xs
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
     gl.warp_specialize(
         [
             (_multiply, (gl.constexpr(0), xs, ws, ready, empty, first, x_scale, w_scale, bias, out, M, N, K,
-                         x_scale_stride, BM, BN, STAGES, GROUP, SPLITS, BIAS, INT, EARLY)),
+                         stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
             (_multiply, (gl.constexpr(1), xs, ws, ready, empty, second, x_scale, w_scale, bias, out, M, N, K,
-                         x_scale_stride, BM, BN, STAGES, GROUP, SPLITS, BIAS, INT, EARLY)),
+                         stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
             (copy_tiles, (x, w, xs, ws, ready, empty, M, N, K, BM, BN, STAGES, GROUP, SPLITS, EARLY)),
         ],
         [4, 1],

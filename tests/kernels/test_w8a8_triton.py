@@ -51,7 +51,7 @@ def test_products_of_codes(codes_dtype, m, n, k, entry, dtype):
     for one_scale in (scale, scale[:1].flatten()):
         for addend in (None, bias):
             given = (codes, one_scale, to_panels(weight), weight_scale, dtype, addend)
-            y = w8a8_triton.run(entry, *given, in_parts=False)
+            y = w8a8_triton.multiply.run(entry, *given)
             assert y.dtype is dtype
             expected = meaning(codes, one_scale, weight, weight_scale, dtype, addend)
             assert error_ratio(y, expected) < BOUND[dtype]
@@ -64,7 +64,7 @@ def test_products_with_block_scales(m, n, k, entry):
     scale, weight_scale = random(m, -(-k // 128)).abs(), random(-(-n // 128), -(-k // 128)).abs()
     for given_scale in (scale, scale.T.contiguous().T):
         given = (codes, given_scale, to_panels(weight), weight_scale, torch.float32, bias)
-        y = w8a8_fp8_block_triton.run(entry, *given)
+        y = w8a8_fp8_block_triton.multiply.run(entry, *given)
         assert error_ratio(y, w8a8_fp8_block.w8a8_fp8_block_codes(*given)) < 1e-6
 
 
@@ -75,7 +75,7 @@ def test_parts_are_in_order_and_add_up():
         random(64),
     )
     given = (codes, random(5, 1), to_panels(weight), weight_scale, torch.float32, None)
-    parts = w8a8_triton.run(tile(16, 1, 2), *given, in_parts=True)
+    parts = w8a8_triton.multiply.run(tile(16, 1, 2), *given, in_parts=True)
     assert parts.shape == (2, 5, 64)
     halves = [w8a8_int8.w8a8_int8_codes(codes[:, s], random(5, 1), weight[:, s], weight_scale, torch.float32)
               for s in (slice(256), slice(256, None))]  # fmt: skip
