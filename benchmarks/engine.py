@@ -8,29 +8,34 @@ Weights are random (`load_format="dummy"`). Groups:
     throughput  1000 prompts of 512 tokens, 256 answered to each, 256 sequences, 8192 tokens a step, greedy,
                 no prefix cache; then one sequence on the same engine
     seqs        the same with 1024 sequences
-    budget      the same under --memory 24GiB and 18GiB
-    static      answers of 5 to 500 tokens: continuous beside fixed batches of 256
+    budget      the same under --memory 24GiB, and with a quarter of the prompts under 18GiB
+    static      prompts and answers of 5 to 500 tokens: continuous beside fixed batches of 256
 
 Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
 process of its own, so that it begins with an empty GPU and one that fails does not take the others along.
+What is in --out already stays there unless it is measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
+import multiprocessing
 import sys
-import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from qinfer.bench import latency, throughput
+from qinfer.bench.dataset import Dataset
+from qinfer.bench.report import load
 
 MODEL = str(Path(__file__).parent / "models" / "llama-3.1-8b")
 LIMITS = {"max_num_batched_tokens": 8192, "max_model_len": 2048, "enable_prefix_caching": False}
 
 
 class Setting(NamedTuple):
-    """One engine and what is asked of it; `memory` in bytes' words, `one`: a single sequence as well."""
+    """One engine and what is asked of it; `share` of the prompts, `one`: a single sequence as well."""
 
     group: str
     label: str
@@ -38,6 +43,7 @@ class Setting(NamedTuple):
     kv_cache_dtype: str = "auto"
     max_num_seqs: int = 256
     memory: str | None = None
+    share: float = 1.0
     one: bool = False
     scheduling: str = "continuous"
     spread: bool = False
@@ -49,9 +55,10 @@ def settings() -> list[Setting]:
     found = [Setting("throughput", name, scheme, one=True) for name, scheme in schemes.items()]
     found.insert(2, Setting("throughput", "fp8 + fp8 KV", "w8a8-fp8", "fp8"))
     found.append(Setting("seqs", "fp8 + fp8 KV, 1024 sequences", "w8a8-fp8", "fp8", 1024))
-    for memory in ("24GiB", "18GiB"):
-        found.append(Setting("budget", f"bf16 in {memory}", "dense", memory=memory))
-        found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", memory=memory))
+    for memory, share in (("24GiB", 1.0), ("18GiB", 0.25)):
+        small = {"memory": memory, "share": share}
+        found.append(Setting("budget", f"bf16 in {memory}", "dense", **small))
+        found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", **small))
     found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB"))
     for scheduling in ("continuous", "static"):
         label = f"fp8 + fp8 KV, 5 to 500 tokens, {scheduling}"
@@ -61,15 +68,12 @@ def settings() -> list[Setting]:
 
 def run(setting: Setting, num_prompts: int) -> dict[str, Any]:
     """Measures one setting in this process; the document of `qinfer bench throughput`, with `one`."""
-    from qinfer.bench import latency, throughput
-    from qinfer.bench.dataset import Dataset
-    from qinfer.bench.report import load
-
     keywords: dict[str, Any] = {"load_format": "dummy", "scheme": setting.scheme, **LIMITS}
     keywords |= {"kv_cache_dtype": setting.kv_cache_dtype, "max_num_seqs": setting.max_num_seqs}
     if setting.memory:
         keywords["memory"] = setting.memory
     bench = load(MODEL, keywords)
+    num_prompts = max(1, round(num_prompts * setting.share))
     dataset = Dataset(num_prompts=num_prompts, input_len=512, output_len=256)
     if setting.spread:  # means of a range: 5 to 500
         lengths = {"output_len": 252, "range_ratio": 0.98, "spread": "log"}
@@ -78,22 +82,30 @@ def run(setting: Setting, num_prompts: int) -> dict[str, Any]:
     document = throughput.measure(bench, asked)
     print(throughput.to_text(document), file=sys.stderr, flush=True)
     if setting.one:
-        alone = latency.Latency(512, 256, batch_size=1, num_iters_warmup=1, num_iters=3, temperature=0.0)
+        alone = latency.Latency(512, 256, batch_size=1, num_iters_warmup=1, num_iters=2, temperature=0.0)
         document["one"] = latency.measure(bench, alone)
         print(latency.to_text(document["one"]), file=sys.stderr, flush=True)
     return document
 
 
 def apart(setting: Setting, num_prompts: int) -> dict[str, Any] | None:
-    """The same in a process of its own; None where it failed, which it has said."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "document.json"
-        words = [json.dumps(setting._asdict()), str(num_prompts), str(result)]
-        command = [sys.executable, __file__, "--child", *words]
-        if subprocess.run(command).returncode:
-            return None
-        document: dict[str, Any] = json.loads(result.read_text())
-        return document
+    """The same in a process of its own, forked while no GPU is in use; None where it failed and said why."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(setting, num_prompts, sender))
+    process.start()
+    sender.close()
+    try:
+        document: dict[str, Any] = receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+    return document
+
+
+def _child(setting: Setting, num_prompts: int, sender: Connection) -> None:
+    sender.send(run(setting, num_prompts))
 
 
 def row(label: str, document: dict[str, Any] | None) -> str:
@@ -114,11 +126,6 @@ def row(label: str, document: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        setting, num_prompts, result = sys.argv[2:]
-        document = run(Setting(**json.loads(setting)), int(num_prompts))
-        Path(result).write_text(json.dumps(document))
-        return
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -133,8 +140,9 @@ def main() -> None:
         if setting.group in groups and arguments.only in setting.label:
             print(f"\n{setting.label}", file=sys.stderr, flush=True)
             found[setting.label] = apart(setting, arguments.num_prompts)
-            if arguments.out:  # what is there when somebody stops it
-                arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            if arguments.out:  # at once: somebody may stop it
+                kept = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+                arguments.out.write_text(json.dumps(kept | found, indent=1) + "\n")
     head = f"{'':<42}{'tok/s':>9}{'roof':>6}{'one':>9}{'roof':>6}{'KV tokens':>11}{'running':>8}"
     print(f"\n{head}{'step ms':>9}{'load':>7}")
     print("\n".join(row(label, document) for label, document in found.items()))
