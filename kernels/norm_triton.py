@@ -6,12 +6,15 @@
 `run` launches it; the ops here and in `fused_norm_triton` choose what is done. A program holds whole rows in
 registers, in float32. The sum with the residual is rounded to the dtype of the residual stream before it is
 normed, as it will be read by the next block; the normed row is rounded once, to what is stored.
+
+Registers hold a power of two of numbers. Rows that are little longer than one, such as 576 numbers, are held
+in two blocks where there are many of them, for otherwise every other thread would have nothing to load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,14 +27,19 @@ from qinfer.kernels.rows_triton import (
     CODES,
     MEASURED,
     as_parts,
+    codes,
+    largest_of,
     load_sum,
     offline_row,
     part_stride,
     row_formula,
     row_tile,
-    store_rows,
+    scale_of,
     table_of,
 )
+from qinfer.kernels.tiles import Tile
+
+FEW_ROWS = 512  # which do not fill a GPU, however they are held
 
 
 class Norm(NamedTuple):
@@ -71,7 +79,7 @@ def run(
     """Norms x [T, H] or partial sums [S, T, H] (plus the residual [T, H]) to `dtype`, which may be 8-bit."""
     x, parts = as_parts(x)
     num_rows, length = x.shape[-2:]
-    entry = row_tile(_op(parts), table_of(x.device), num_rows, length, row_formula)
+    entry = _entry(table_of(x.device), num_rows, length, parts)
     out = torch.empty(num_rows, length, dtype=dtype, device=x.device)
     scale = torch.empty(num_rows, 1, device=x.device) if dtype in CODES else None
     if residual is not None and residual.stride(-1) != 1:
@@ -110,17 +118,29 @@ def offline_variants() -> Iterator[Variant]:
     aligned = ("x_stride", "residual_stride", "part_stride")
     for length in (576, 4096, 5120, 8192, 16384):
         for num_rows in (1, 4096):
-            entry = row_tile(_op(1), MEASURED, num_rows, length, row_formula)
+            entry = _entry(MEASURED, num_rows, length, 1)
             constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "ADD": True}
             yield offline_row(f"rms_norm {length}", _kernel, signature, constants, entry, aligned)
     parts = {**signature, "x": "*fp32"}
     constants = {"PARTS": 8, "LENGTH": 8192, "CODED": True, "ADD": True}
-    entry = row_tile(_op(8), MEASURED, 1, 8192, row_formula)
+    entry = _entry(MEASURED, 1, 8192, 8)
     yield offline_row("rms_norm parts", _kernel, parts, constants, entry, aligned)
 
 
-def _op(parts: int) -> str:
-    return "rms_norm" if parts == 1 else "rms_norm_parts"
+def _entry(gpu: str, num_rows: int, length: int, parts: int) -> dict[str, Any]:
+    """What a table or a formula says, and REST, the length of a second block."""
+    lanes = triton.next_power_of_2(length)
+    rest = triton.next_power_of_2(length - lanes // 2) if length > 1 else lanes
+    if parts > 1 or num_rows <= FEW_ROWS or rest * 4 > lanes:
+        op = "rms_norm" if parts == 1 else "rms_norm_parts"
+        return {**row_tile(op, gpu, num_rows, length, row_formula), "REST": 0}
+    entry = row_tile("rms_norm_blocks", gpu, num_rows, length, block_formula)
+    return {**entry, "LANES": lanes // 2, "REST": rest}
+
+
+def block_formula(num_rows: int, lanes: int) -> Tile:
+    """Rows in two blocks, of lanes / 2 numbers and less: as many as fill four warps."""
+    return {"ROWS": max(1, 4096 // lanes), "num_warps": 4 if lanes <= 4096 else 8, "EARLY": 1}
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -143,23 +163,60 @@ def _kernel(
     CODED: tl.constexpr,
     ADD: tl.constexpr,
     LANES: tl.constexpr,
+    REST: tl.constexpr,
     ROWS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """LANES numbers of each row and, if it is longer, REST more, in a block of their own."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lane = tl.arange(0, LANES)
     mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
     factor = tl.load(weight + lane[None, :], mask=(lane < LENGTH)[None, :], other=0.0).to(tl.float32) + offset
+    if REST > 0:
+        lane2 = LANES + tl.arange(0, REST)
+        mask2 = (row < num_rows)[:, None] & (lane2 < LENGTH)[None, :]
+        factor2 = tl.load(weight + lane2[None, :], mask=(lane2 < LENGTH)[None, :], other=0.0)
+        factor2 = factor2.to(tl.float32) + offset
     if EARLY:  # the weight is nobody's result, the rest is
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
     values = load_sum(x + row[:, None] * x_stride + lane[None, :], mask, part_stride, PARTS)
+    if REST > 0:
+        values2 = load_sum(x + row[:, None] * x_stride + lane2[None, :], mask2, part_stride, PARTS)
     at = row[:, None] * LENGTH + lane[None, :]
     if ADD:
-        before = tl.load(residual + row[:, None] * residual_stride + lane[None, :], mask=mask, other=0.0)
-        new = (before.to(tl.float32) + multiplier * values).to(total.dtype.element_ty)
-        tl.store(total + at, new, mask=mask)
-        values = new.to(tl.float32)
-    root = tl.rsqrt(tl.sum(values * values, 1) / LENGTH + eps)
-    values = values * root[:, None] * factor
-    store_rows(values, out + at, scales, row, num_rows, mask, out.dtype.element_ty, CODED)
+        residual += row[:, None] * residual_stride
+        before = tl.load(residual + lane[None, :], mask=mask, other=0.0)
+        if REST > 0:
+            before2 = tl.load(residual + lane2[None, :], mask=mask2, other=0.0)
+        values = _added(values, before, multiplier, total + at, mask)
+    squares = tl.sum(values * values, 1)
+    if REST > 0:
+        at2 = row[:, None] * LENGTH + lane2[None, :]
+        if ADD:
+            values2 = _added(values2, before2, multiplier, total + at2, mask2)
+        squares += tl.sum(values2 * values2, 1)
+    root = tl.rsqrt(squares / LENGTH + eps)[:, None]
+    values = values * root * factor
+    if REST > 0:
+        values2 = values2 * root * factor2
+    if CODED:
+        bits = largest_of(values)
+        if REST > 0:
+            bits = tl.maximum(bits, largest_of(values2))
+        scale = scale_of(bits, out.dtype.element_ty)
+        tl.store(scales + row, scale, mask=row < num_rows)
+        values = codes(values, scale, out.dtype.element_ty)
+        if REST > 0:
+            values2 = codes(values2, scale, out.dtype.element_ty)
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=mask)
+    if REST > 0:
+        tl.store(out + at2, values2.to(out.dtype.element_ty), mask=mask2)
+
+
+@triton.jit
+def _added(values, before, multiplier, at, mask):
+    """before + multiplier * values, rounded to the dtype of `at`, where it is stored, in float32."""
+    new = (before.to(tl.float32) + multiplier * values).to(at.dtype.element_ty)
+    tl.store(at, new, mask=mask)
+    return new.to(tl.float32)

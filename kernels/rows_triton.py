@@ -38,17 +38,18 @@ MAX_PARTS = 16  # partial sums whose loads are issued together
 @triton.jit
 def row_scale(x, TYPE: tl.constexpr):
     """x [ROWS, LANES] float32 -> the scale of each row's codes of TYPE, as `quantize_per_token` has it."""
-    return _scale_of(_largest(x), TYPE)
+    return scale_of(largest_of(x), TYPE)
 
 
 @triton.jit
-def _largest(x):
+def largest_of(x):
     """Bits of each row's largest magnitude."""
     return tl.max(tl.abs(x).to(tl.int32, bitcast=True), 1)
 
 
 @triton.jit
-def _scale_of(bits, TYPE: tl.constexpr):
+def scale_of(bits, TYPE: tl.constexpr):
+    """The scale of the codes of rows whose largest magnitudes have these bits."""
     largest = bits.to(tl.float32, bitcast=True)
     limit: tl.constexpr = INT8_MAX if TYPE == tl.int8 else FP8_MAX  # noqa: SIM300
     scale = tl.div_rn(largest, limit)
@@ -96,10 +97,10 @@ def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl
     PIECES: that many programs hold a row (ROWS is 1), and have a meeting.
     """
     if CODED:
-        bits = _largest(x)
+        bits = largest_of(x)
         if PIECES > 1:
             bits = _agreed(bits, meeting, words, PIECES)
-        scale = _scale_of(bits, TYPE)
+        scale = scale_of(bits, TYPE)
         tl.store(at, codes(x, scale, TYPE), mask=mask)
         if tl.program_id(1) == 0:
             tl.store(scales + row, scale, mask=row < num_rows)

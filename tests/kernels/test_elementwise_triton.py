@@ -64,6 +64,14 @@ def check_codes(codes: Tensor, scale: Tensor, expected: Tensor) -> None:
     assert codes.double().abs().amax(-1).eq(largest).all()
 
 
+@pytest.fixture(params=[1, 2], ids=["one block", "two blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many blocks hold a row of LENGTH numbers in a norm."""
+    monkeypatch.setattr(norm_triton, "FEW_ROWS", 0 if request.param == 2 else 512)
+    assert bool(norm_triton._entry("interpreter", 3, LENGTH, 1)["REST"]) == (request.param == 2)
+
+
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("dtype", BOUND)
 def test_norms(dtype: torch.dtype) -> None:
     x, residual, weight = (
@@ -79,6 +87,7 @@ def test_norms(dtype: torch.dtype) -> None:
     assert error_ratio(out, normed(total, weight)) < BOUND[dtype]
 
 
+@pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("parts", [0, 3])
 @pytest.mark.parametrize("kind", ["int8", "fp8", "parts"])
 def test_fused_norms(kind: str, parts: int) -> None:
