@@ -5,7 +5,9 @@ and two of three quantizations of the input. Biases belong to the model, not to 
 afterwards, or on a GPU by the product.
 
 On a GPU few tokens times a weight are cut along the inputs as well, and whatever takes the product in next,
-as it passes over it anyway, may add up the parts: `product` and `summand` leave that to it.
+as it passes over it anyway, may add up the parts: `product` and `summand` leave that to it. A layer of 8B
+parameters then takes 0.5 to 1.8 us less of 65 to 83 at one token, and in 4 bits 4.6 of 85 at 64 tokens (H200,
+in a graph); it never measured slower.
 
 Where the scheme multiplies 8-bit activations, `codes` says of which kind, so that whoever makes the input may
 quantize it on the way; it may also come as plain numbers.
