@@ -2,6 +2,7 @@
 
     python benchmarks/engine.py [--out benchmarks/results/engine-nvidia-h200.json]
                                 [--groups throughput,budget,...] [--num-prompts 1000] [--only fp8]
+                                [--seconds 300]
 
 Weights are random (`load_format="dummy"`). Groups:
 
@@ -22,6 +23,7 @@ import argparse
 import json
 import multiprocessing
 import sys
+import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,12 +134,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--groups", default="throughput,seqs,budget,static")
     parser.add_argument("--num-prompts", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no setting after this")
     parser.add_argument("--only", default="", help="settings whose label has this in it")
     arguments = parser.parse_args()
-    groups = arguments.groups.split(",")
+    groups, start = arguments.groups.split(","), time.monotonic()
     found: dict[str, dict[str, Any] | None] = {}
     for setting in settings():
-        if setting.group in groups and arguments.only in setting.label:
+        wanted = setting.group in groups and arguments.only in setting.label
+        if wanted and time.monotonic() - start < arguments.seconds:
             print(f"\n{setting.label}", file=sys.stderr, flush=True)
             found[setting.label] = apart(setting, arguments.num_prompts)
             if arguments.out:  # at once: somebody may stop it
