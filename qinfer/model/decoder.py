@@ -178,6 +178,8 @@ class Decoder:
         """Normed hidden states [rows, H] -> [rows, V] float32."""
         config = self.config
         logits = self.head(hidden).float()
+        if logits.shape[1] > config.vocab_size:
+            logits = logits[:, : config.vocab_size].contiguous()
         if config.logits_divisor != 1.0:
             logits = logits / config.logits_divisor
         if config.logits_softcap is not None:

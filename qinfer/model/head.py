@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from qinfer.config import ModelConfig
 from qinfer.errors import UserError
@@ -16,6 +17,7 @@ from qinfer.model.linear import Linear
 from qinfer.quant import Dense, W8A16Int8
 
 LM_HEAD_DTYPES = ("auto", "int8")
+_MULTIPLE = 8  # of rows, which kernels want: 32,001 tokens get 7 rows of zeros
 _ROWS_AT_ONCE = 16384  # quantized in float32, of which there should not be a whole vocabulary
 
 
@@ -30,12 +32,14 @@ def check_lm_head_dtype(name: str) -> None:
 def make_head(weight: Tensor, lm_head_dtype: str = "auto") -> Linear:
     """hidden [rows, H] -> logits [rows, V] in weight's dtype, on its device; weight [V, H] is not copied.
 
-    Raises UserError for an unknown `lm_head_dtype`.
+    An int8 head may have a few logits more, of no token. Raises UserError for an unknown `lm_head_dtype`.
     """
     check_lm_head_dtype(lm_head_dtype)
     if lm_head_dtype == "auto":
         return Linear([(Dense(), {"weight": weight})], device=weight.device, dtype=weight.dtype)
     scheme = W8A16Int8()
+    if len(weight) % _MULTIPLE:
+        weight = functional.pad(weight, (0, 0, 0, -len(weight) % _MULTIPLE))
     slices = [scheme.quantize(rows, dtype=weight.dtype) for rows in torch.split(weight, _ROWS_AT_ONCE)]
     return Linear([(scheme, scheme.fuse(slices))], device=weight.device, dtype=weight.dtype)
 
@@ -46,4 +50,4 @@ def saved_bytes(config: ModelConfig, lm_head_dtype: str, item_bytes: int) -> int
         return 0
     rows, width = config.vocab_size, config.hidden_size
     dense = 0 if config.tie_word_embeddings else rows * width * item_bytes
-    return dense - rows * (width + item_bytes)
+    return dense - -(-rows // _MULTIPLE) * _MULTIPLE * (width + item_bytes)

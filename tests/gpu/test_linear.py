@@ -81,10 +81,10 @@ def test_a_bias_is_added_before_the_one_rounding(name: str, rows: int) -> None:
     assert isinstance(linear.summand(x), Tensor)  # there is nobody else to add the bias
 
 
-@pytest.mark.parametrize("vocab", [1000, 49_152])
+@pytest.mark.parametrize("vocab", [1001, 49_152])
 def test_an_int8_head(vocab: int) -> None:
     weight = randn(vocab, 576)
     for rows in (1, 5, 64, 300):
         hidden = randn(rows, 576)
-        logits = make_head(weight, "int8")(hidden)
+        logits = make_head(weight, "int8")(hidden)[:, :vocab]
         assert error_ratio(logits, hidden.double() @ weight.double().T) < 1e-2

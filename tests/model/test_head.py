@@ -58,14 +58,20 @@ def test_distributions_hardly_move_and_the_embedding_stays(family: str, tmp_path
 
 
 @pytest.mark.parametrize(("family", "sign"), [("smollm2", -1), ("mistral", 1)])
-def test_what_it_saves_is_what_the_ledger_finds(family: str, sign: int, tmp_path: Path) -> None:
-    path = tiny_model(family, tmp_path, dtype="bfloat16")
+@pytest.mark.parametrize("vocab", [384, 389])
+def test_what_it_saves_is_what_the_ledger_finds(vocab: int, family: str, sign: int, tmp_path: Path) -> None:
+    path = tiny_model(family, tmp_path, dtype="bfloat16", vocab_size=vocab)
     config: ModelConfig = open_checkpoint(path).config
     dense, quantized = both(path)
     saved = saved_bytes(config, "int8", 2)
     assert saved * sign > 0  # a tied model keeps both
     assert tensor_bytes(dense) - tensor_bytes(quantized) == saved
     assert saved_bytes(config, "auto", 2) == 0
+    hidden = torch.randn(3, config.hidden_size).bfloat16()
+    ours, theirs = quantized.logits(hidden), dense.logits(hidden)
+    assert ours.shape == theirs.shape == (3, vocab)  # zeros that pad the weight are no tokens
+    assert ours.is_contiguous()
+    assert error_ratio(ours, theirs) < 2e-2
 
 
 def test_a_model_answers_with_it_and_its_name_says_so(tmp_path: Path) -> None:
