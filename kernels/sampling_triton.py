@@ -21,6 +21,7 @@ def apply_penalties(
 ) -> Tensor:
     """As its meaning."""
     num_rows, num_tokens = logits.shape
+    repetition, frequency, presence = (x.contiguous() for x in (repetition, frequency, presence))
     out = torch.empty(num_rows, num_tokens, dtype=logits.dtype, device=logits.device)
     _penalties[(triton.cdiv(num_tokens, LANES), num_rows)](
         logits, seen.view(torch.uint8), counts, repetition, frequency, presence, out, num_tokens,

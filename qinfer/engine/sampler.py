@@ -178,9 +178,9 @@ def _penalize(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     counts = ops.token_counts(_padded(outputs, vocab_size).to(logits.device), vocab_size)
     everything = _padded([seq.token_ids for seq in chosen], vocab_size).to(logits.device)
     seen = ops.token_counts(everything, vocab_size) > 0
-    penalties = torch.tensor([_penalties(seq) for seq in chosen], device=logits.device)
+    penalties = torch.tensor([_penalties(seq) for seq in chosen], device=logits.device).T.contiguous()
     where = torch.tensor(rows, device=logits.device)
-    return logits.index_copy(0, where, ops.apply_penalties(logits[where], seen, counts, *penalties.unbind(1)))
+    return logits.index_copy(0, where, ops.apply_penalties(logits[where], seen, counts, *penalties))
 
 
 def _penalties(seq: Sequence) -> tuple[float, float, float]:

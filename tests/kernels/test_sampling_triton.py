@@ -117,6 +117,8 @@ def test_penalties() -> None:
     counts = torch.randint(0, 3, (2, VOCAB), device=DEVICE).float()
     seen = (counts > 0) | (torch.rand(2, VOCAB, device=DEVICE) < 0.5)
     arguments = logits, seen, counts, rows(1.3, 1.0), rows(0.0, 0.5), rows(0.7, -0.2)
-    torch.testing.assert_close(
-        sampling_triton.apply_penalties(*arguments), sampling.apply_penalties(*arguments), atol=1e-6, rtol=0
-    )
+    expected = sampling.apply_penalties(*arguments)
+    torch.testing.assert_close(sampling_triton.apply_penalties(*arguments), expected, atol=1e-6, rtol=0)
+    columns = torch.stack(arguments[3:], dim=1).unbind(1)  # of a table with a row per sequence
+    found = sampling_triton.apply_penalties(*arguments[:3], *columns)
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
