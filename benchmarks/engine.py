@@ -1,7 +1,7 @@
 """The engine end to end on Llama-3.1-8B's shape: every scheme at one setting, one sequence, small budgets.
 
     python benchmarks/engine.py [--out benchmarks/results/engine-nvidia-h200.json]
-                                [--groups throughput,budget,...] [--num-prompts 1000] [--only fp8]
+                                [--groups throughput,budget,...] [--num-prompts 1000] [--only fp8,int8]
                                 [--seconds 300]
 
 Weights are random (`load_format="dummy"`). Groups:
@@ -135,12 +135,12 @@ def main() -> None:
     parser.add_argument("--groups", default="throughput,seqs,budget,static")
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no setting after this")
-    parser.add_argument("--only", default="", help="settings whose label has this in it")
+    parser.add_argument("--only", default="", help="settings whose label begins with one of these words")
     arguments = parser.parse_args()
     groups, start = arguments.groups.split(","), time.monotonic()
     found: dict[str, dict[str, Any] | None] = {}
     for setting in settings():
-        wanted = setting.group in groups and arguments.only in setting.label
+        wanted = setting.group in groups and setting.label.startswith(tuple(arguments.only.split(",")))
         if wanted and time.monotonic() - start < arguments.seconds:
             print(f"\n{setting.label}", file=sys.stderr, flush=True)
             found[setting.label] = apart(setting, arguments.num_prompts)
