@@ -14,6 +14,8 @@ from typing import Any
 from qinfer.errors import UserError
 
 MAX_DEPTH = 64  # of a schema: deeper ones are attacks or mistakes
+# between parts of JSON; without a bound a small model, once it has begun to indent, may never stop
+WHITESPACE = r"[ \t\n]{0,32}"
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from qinfer.errors import UserError
-from qinfer.structured_outputs import StructuredOutputsParams
+from qinfer.structured_outputs import WHITESPACE, StructuredOutputsParams
 
 if TYPE_CHECKING:  # imported when a grammar comes: most engines never see one
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -38,8 +38,6 @@ if TYPE_CHECKING:  # imported when a grammar comes: most engines never see one
 logger = logging.getLogger(__name__)
 
 MAX_COMPILED = 128  # grammars that are remembered
-# without a bound a small model, once it has begun to indent, may never stop
-WHITESPACE = r"[ \t\n]{0,32}"
 MAX_MESSAGE = 200  # characters of the compiler's complaint
 
 

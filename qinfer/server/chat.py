@@ -20,6 +20,8 @@ from qinfer.server.deltas import Delta, Progress
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from qinfer.server.sampling import chat_params, check_room
 from qinfer.server.state import ServerState
+from qinfer.server.tools import NamedChoice, reader_of
+from qinfer.server.turn import Turn, whole
 from qinfer.server.wire import Body, Chat, ChatChoice, ChatLogprobs, ChatMessage, Usage
 
 ROLE = "assistant"
@@ -37,7 +39,10 @@ def _work(state: ServerState, request: ChatRequest) -> Work:
     special = request.add_special_tokens is True
     token_ids = prompt_of(state, request, keep=request.truncate_prompt_tokens, add_special_tokens=special)
     room = check_room(len(token_ids), engine.max_model_len)
-    return Work(token_ids, None, chat_params(request, engine.default_sampling_params, room=room))
+    params = chat_params(request, engine.default_sampling_params, room=room)
+    if request.choice == "auto" and state.hides_calls:
+        params.skip_special_tokens = False
+    return Work(token_ids, None, params)
 
 
 class ChatAnswer(Answer):
@@ -50,6 +55,7 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(state, request, answer_id, work)
         self._progress: dict[int, Progress] = {}
+        self._turns = [self._turn() for _ in range(work[0].params.n)]
         self._num_finished = 0
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
@@ -59,7 +65,8 @@ class ChatAnswer(Answer):
             if completion.index not in self._progress:
                 chunks.append(self._role_chunk(completion.index, output))
             if (delta := self._take(completion)) is not None:
-                chunks.append(self._chunk(completion.index, delta))
+                said = self._turns[completion.index].take(delta)
+                chunks += [self._chunk(completion.index, *one) for one in said]
         return chunks
 
     def usage_chunk(self, usage: Usage) -> Body:
@@ -74,8 +81,9 @@ class ChatAnswer(Answer):
         for completion in output.outputs:
             delta = self._take(completion)
             assert delta is not None, "nothing was taken before"
-            text = self._echo() + delta.text
-            message = ChatMessage(role=ROLE, content=text, refusal=None)
+            said = self._turns[completion.index].take(delta)
+            message = whole(ROLE, [message for message, _ in said], before=self._echo())
+            delta = delta._replace(finish_reason=said[-1][1].finish_reason)
             choices.append(self._choice(completion.index, delta, {"message": message}))
         more: dict[str, Any] = {"system_fingerprint": self.state.fingerprint, "usage": self.usage()}
         if self.request.return_token_ids:
@@ -83,6 +91,12 @@ class ChatAnswer(Answer):
         if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return self._chat("chat.completion", choices, more)
+
+    def _turn(self) -> Turn:
+        request, choice = self.request, self.request.choice
+        reader = reader_of(request.tools or (), choice, self.state.tool_parser)
+        named = isinstance(choice, NamedChoice)
+        return Turn(reader, parallel=request.parallel, ends_by_calls=not named)
 
     def _take(self, completion: CompletionOutput) -> Delta | None:
         interval = self.request.stream_interval or 1
@@ -96,8 +110,7 @@ class ChatAnswer(Answer):
             more["prompt_token_ids"] = output.prompt_token_ids
         return self._chat("chat.completion.chunk", [choice], more)
 
-    def _chunk(self, index: int, delta: Delta) -> Body:
-        said = ChatMessage(content=delta.text) if delta.text else ChatMessage()
+    def _chunk(self, index: int, said: ChatMessage, delta: Delta) -> Body:
         more: dict[str, Any] = self.usage_field()
         if delta.finish_reason is not None:
             self._num_finished += 1

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from qinfer.server.protocol import Count, GenerationRequest, Text, list_or_not
+from qinfer.server.tools import NamedChoice, ToolChoice, Tools, check_choice, form_of_calls
+from qinfer.structured_outputs import StructuredOutputsParams
 
 MAX_MESSAGES = 4096
 
@@ -31,6 +34,38 @@ Content = Annotated[
 ]
 
 
+class PastFunction(BaseModel):
+    """What was called, with the arguments as the text that the model wrote."""
+
+    name: Text
+    arguments: Text = "{}"
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_an_object(cls, text: str) -> str:
+        try:
+            value = json.loads(text or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("arguments must be the text of a JSON object")
+        return text
+
+
+class PastCall(BaseModel):
+    """A call of a tool in a turn of the assistant's."""
+
+    id: Text | None = None
+    type: Literal["function"] = "function"
+    function: PastFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """As templates read it: with the arguments as an object, which they write in their own way."""
+        arguments = json.loads(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
 class Message(BaseModel):
     """One turn of a conversation; what a template may read beside role and content is kept."""
 
@@ -38,6 +73,7 @@ class Message(BaseModel):
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Content | None = None
+    tool_calls: list[PastCall] | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
@@ -50,15 +86,17 @@ class Message(BaseModel):
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
-        extra = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {"role": self.role, "content": content or "", **extra}
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        if self.tool_calls:
+            more["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return {"role": self.role, "content": content or "", **more}
 
 
 class Conversation(BaseModel):
     """Messages and what the template makes of them."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    tools: list[Any] | None = None
+    tools: Tools | None = None
     reasoning_effort: Text | None = None
     chat_template: Text | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -70,9 +108,12 @@ class Conversation(BaseModel):
     def _ends_one_way(self) -> Conversation:
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message needs add_generation_prompt=false")
-        if self.tools is not None and not self.tools:
-            raise ValueError("tools must not be an empty list: leave it out")
+        check_choice(self.tools, None)
         return self
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools as the template shows them to the model."""
+        return [tool.model_dump(exclude_unset=True) for tool in self.tools] if self.tools else None
 
 
 class ChatRequest(Conversation, GenerationRequest):
@@ -82,7 +123,7 @@ class ChatRequest(Conversation, GenerationRequest):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tool_choice: Any = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     echo: bool = False
@@ -91,12 +132,31 @@ class ChatRequest(Conversation, GenerationRequest):
     def _asks_for_what_goes_together(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
-        if self.tools is None and self.tool_choice not in (None, "none"):
-            raise ValueError("tool_choice needs tools")
+        check_choice(self.tools, self.tool_choice)
         return self
+
+    @property
+    def choice(self) -> Literal["none", "auto", "required"] | NamedChoice:
+        """The tool choice that is meant: "auto" where there are tools."""
+        return "none" if self.tools is None else self.tool_choice or "auto"
+
+    @property
+    def parallel(self) -> bool:
+        """Whether one answer may hold more than one call."""
+        return self.parallel_tool_calls is not False
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """None where the model is not to call any."""
+        return None if self.choice == "none" else super().offered_tools()
+
+    def form(self) -> StructuredOutputsParams | None:
+        """The form of calls where the choice demands some, else that of the text."""
+        return form_of_calls(self.tools or (), self.choice, parallel=self.parallel) or super().form()
 
     def refuse_absent(self) -> None:
         """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
         super().refuse_absent()
-        if self.tools and self.tool_choice != "none":
-            raise NotImplementedError("qinfer does not have tools (tools)")
+        if self.choice == "auto" and (self.structured_outputs is not None or self.has_form):
+            raise NotImplementedError(
+                "qinfer does not have tools together with response_format: use tool_choice required or none"
+            )

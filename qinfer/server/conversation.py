@@ -37,6 +37,7 @@ def rendered(state: ServerState, talk: Conversation) -> str:
         [message.for_template() for message in talk.messages],
         add_generation_prompt=talk.add_generation_prompt,
         continue_final_message=talk.continue_final_message,
+        tools=talk.offered_tools(),
         chat_template=talk.chat_template,
         **_template_variables(talk),
     )

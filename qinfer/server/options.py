@@ -16,6 +16,7 @@ MAX_BODY_BYTES = 32 << 20
 class ServerOptions:
     """`served_model_names` None: the LLM's own; `api_keys` empty: open to all; UserError for bad values.
 
+    `tool_call_parser`: the form in which the model calls tools, "auto": as its chat template shows.
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
     comments on a silent stream, None: none; `force_usage`: every stream ends with token counts.
     """
@@ -28,6 +29,7 @@ class ServerOptions:
     keep_alive_seconds: float | None = None
     force_usage: bool = False
     trust_request_chat_template: bool = False
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
 
     def __post_init__(self) -> None:
         if any(not key.strip() for key in self.api_keys):  # a client without a key would match it

@@ -11,9 +11,11 @@ from functools import cached_property
 from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.evals.certificate import GateStatus
+from qinfer.server.call_readers import HermesReader
 from qinfer.server.errors import ApiError
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import GenerationRequest
+from qinfer.server.tools import ToolParser, parser_of
 from qinfer.server.wire import ModelCard, Permission
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,19 @@ class ServerState:
         engine = self.engine
         decides = f"{self.model_names[0]} {engine.llm.config} {engine.max_model_len} {self.gate}"
         return f"qinfer-{__version__}-{hashlib.sha256(decides.encode()).hexdigest()[:8]}"
+
+    @cached_property
+    def tool_parser(self) -> ToolParser:
+        """The form in which the model calls tools."""
+        chosen = self.options.tool_call_parser
+        return parser_of(str(self.engine.tokenizer.hf.chat_template)) if chosen == "auto" else chosen
+
+    @cached_property
+    def hides_calls(self) -> bool:
+        """Whether the mark of a call is a special token, which texts leave out unless told otherwise."""
+        tokenizer = self.engine.tokenizer
+        mark = tokenizer.encode(HermesReader.START, add_special_tokens=False)
+        return self.tool_parser == "hermes" and mark[0] in tokenizer.special_ids
 
     def check_model(self, name: str | None) -> None:
         """Raises the 404 of an unknown model; None means the served one."""

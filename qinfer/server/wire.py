@@ -82,12 +82,29 @@ class ChatLogprobs(Body):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Body):
+    """A function's name, in a stream once, and its arguments as JSON, in a stream piece by piece."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCall(Body):
+    """A call of a tool; `index` in a stream only, where later pieces have nothing but that and arguments."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class ChatMessage(Body):
     """A whole answer, or what a chunk adds to it."""
 
     role: str | None = None
     content: str | None = None
     refusal: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(Body):

@@ -213,7 +213,6 @@ def test_a_template_in_the_request_is_refused_unless_trusted(served, serve_scrip
     [
         ({"tools": []}, 400),
         ({"tool_choice": "auto"}, 400),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 501),
         ({"response_format": {"type": "text"}}, 200),
         ({"structured_outputs": {"structural_tag": {}}}, 501),
         ({"use_beam_search": True}, 501),
