@@ -24,9 +24,9 @@ import torch
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.engine.engine import Engine
-from qinfer.engine.inputs import DecodeBuffers, Tables, bucket, step_arrays, step_inputs
+from qinfer.engine.inputs import DecodeBuffers, Tables, step_arrays, step_inputs
 from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
-from qinfer.engine.plan import StepPlan
+from qinfer.engine.plan import StepPlan, bucket
 from qinfer.engine.runner import Arriving, TokenIds
 from qinfer.engine.sampler import Draw
 from qinfer.model.decoder import load_decoder

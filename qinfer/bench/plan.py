@@ -19,7 +19,7 @@ from qinfer.calibrate.recipe import PRESETS, settle
 from qinfer.checkpoint.names import layer_modules, linear_shape
 from qinfer.config import ModelConfig
 from qinfer.engine import budget, memory
-from qinfer.engine.budget import Demand, Space
+from qinfer.engine.budget import Build, Space
 from qinfer.engine.footprint import (
     DENSE,
     ITEM_BYTES,
@@ -163,15 +163,16 @@ def _row(
     weights = weight_bytes(config, weight_format, place="gpu" if on_gpu else "cpu")
     weights -= saved_bytes(config, setting.lm_head_dtype, ITEM_BYTES[config.dtype])
     row = Row(label, kv_dtype, weights, setting.limits, None)
+    build = Build(config, weight_format, config.dtype, kv_dtype)
     try:
         if on_gpu:
             if total is None:
                 total = budget.budget_for(space.total, space.available, options.gpu_memory_utilization)
             if options.max_num_batched_tokens is None:
-                room = total - weights
-                limits = budget.shorten_steps(config, setting.limits, weight_format, config.dtype, room)
-                row = replace(row, limits=limits)
-        demand = _demand(config, setting, row.limits, weight_format)._replace(weights=weights)
+                row = replace(row, limits=budget.shorten_steps(build, setting.limits, total - weights))
+        demand = budget.planned_demand(build, row.limits, on_gpu=on_gpu)._replace(weights=weights)
+        if setting.reserve is not None:
+            demand = demand._replace(reserve=setting.reserve)
         page = pages_of(config, kv_dtype, row.limits.block_size)
         if total is None:
             total = budget.budget_of(space, demand, page, row.limits, options)
@@ -181,11 +182,6 @@ def _row(
         return replace(row, shortfall=str(error))
     dense = budget.unquantized_demand(config, options, setting.limits, demand, total if on_gpu else None)
     return replace(row, ledger=replace(ledger, unquantized=memory.unquantized(config, ledger, dense)))
-
-
-def _demand(config: ModelConfig, setting: Setting, limits: StepLimits, weight_format: WeightFormat) -> Demand:
-    demand = budget.planned_demand(config, limits, weight_format, config.dtype, on_gpu=setting.space.on_gpu)
-    return demand if setting.reserve is None else demand._replace(reserve=setting.reserve)
 
 
 def _require_one(config: ModelConfig, rows: Sequence[Row]) -> None:

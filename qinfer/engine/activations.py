@@ -9,12 +9,16 @@ rows of logits (penalties, log-probabilities, the scores of a prompt) goes by sl
 from __future__ import annotations
 
 from qinfer.config import ModelConfig
-from qinfer.engine.footprint import DENSE, ITEM_BYTES, WeightFormat
+from qinfer.engine.footprint import ITEM_BYTES, WeightFormat
 from qinfer.engine.options import StepLimits
+from qinfer.engine.plan import buckets
 
 MIB = 1 << 20
-RUNTIME = 576 * MIB  # of a GPU: CUDA's context, kernels and libraries, and what the allocator cannot use
-SLICE = 96 * MIB  # copies of a slice of logits, for penalties or log-probabilities
+# On a GPU, in bytes; measured on an H200 with torch 2.11
+RUNTIME = 736 * MIB  # CUDA's context (527), libraries and kernels, and what the allocator cannot use
+SLICE = 104 * MIB  # copies of a slice of logits, for penalties or log-probabilities
+WIDE_PAGES = 128 * MIB  # 8-bit pages of a step's chunks, widened
+GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
 LEAST_TOKENS = 512  # of a step, below which a GPU's products are no longer efficient
 SHARE = 32  # a step's share of what the weights leave of a budget is one part of so many, at most
 
@@ -32,27 +36,32 @@ def cpu_step_bytes(config: ModelConfig, limits: StepLimits, item_bytes: int) -> 
 
 
 def gpu_step_bytes(
-    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat = DENSE, dtype: str | None = None
+    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, kv_cache_dtype: str, dtype: str
 ) -> int:
-    """Planned peak on a GPU; `dtype` is the activations' (None: the config's).
+    """Planned peak on a GPU; `dtype` is the activations', `kv_cache_dtype` resolved.
 
-    A layer: the stream before and after, what is to be added to it twice, and the normed input; then gate|up
-    with their product, or q, k, v with the context. Weight-only schemes widen one weight besides. Sampling:
-    the step's hidden states, logits in the model's dtype and in float32, and copies of a slice.
+    A layer: the stream before and after, what was added to it, the normed input, and rotations in float32;
+    then gate|up with their product, or q, k, v with the context. Weight-only schemes widen one weight
+    besides, 8-bit pages are widened for prompts. Sampling: hidden states, logits in the model's dtype and in
+    float32, then copies of a slice. Page tables are there all the time.
     """
-    item = ITEM_BYTES[dtype or config.dtype]
-    tokens, hidden, inner = limits.max_num_batched_tokens, config.hidden_size, config.intermediate_size
+    item = ITEM_BYTES[dtype]
+    tokens, seqs, hidden = limits.max_num_batched_tokens, limits.max_num_seqs, config.hidden_size
+    inner, table = config.intermediate_size, 8 * -(-limits.max_model_len // limits.block_size)
     coded = weight_format.scheme.startswith("w8a8")
+    code = 1 if coded else item
     widened = 0 if coded or weight_format.scheme == "dense" else 2 * inner * hidden * item
-    stream = 5 * tokens * hidden * item
-    gated = tokens * inner * (2 * item + (1 if coded else item))
-    mlp = max(gated, tokens * inner * 2 * item + widened)
+    stream = tokens * (hidden * (4 * item + code) + 2 * config.head_dim * 4)
+    mlp = tokens * inner * 2 * item + max(tokens * inner * code, widened)
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = tokens * (heads * item + 2 * config.head_dim * 4)
-    logits = limits.max_num_seqs * config.vocab_size * (item + 4)
-    return max(stream + max(mlp, attention), 2 * tokens * hidden * item + logits + SLICE)
+    attention = tokens * heads * item + (0 if kv_cache_dtype in ITEM_BYTES else WIDE_PAGES)
+    logits = seqs * config.vocab_size * 4
+    sampling = tokens * hidden * item + logits + max(seqs * config.vocab_size * item, SLICE)
+    return max(stream + max(mlp, attention), sampling) + 3 * seqs * table
 
 
 def graph_bytes(config: ModelConfig, limits: StepLimits) -> int:
-    """Planned memory of the CUDA graphs that an engine captures: none yet."""
-    return 0
+    """Planned memory of the CUDA graphs: one for each size of decode step, and the largest one's peak."""
+    size = limits.max_num_seqs
+    largest = size * (6 * config.hidden_size + 3 * config.intermediate_size) * ITEM_BYTES[config.dtype]
+    return largest + len(buckets(size)) * config.num_layers * GRAPH_LAYER

@@ -27,6 +27,7 @@ from qinfer.engine.footprint import (
     Pages,
     WeightFormat,
     format_size,
+    pages_of,
     weight_bytes,
 )
 from qinfer.engine.options import EngineOptions, StepLimits
@@ -126,34 +127,50 @@ def budget_of(space: Space, demand: Demand, page: Pages, limits: StepLimits, opt
     return cpu_budget(space.available, demand, page, max_tokens, options.memory)
 
 
-def planned_demand(
-    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, dtype: str, *, on_gpu: bool
-) -> Demand:
-    """What an engine of these limits is planned to take before its first page, weights in `weight_format`."""
+class Build(NamedTuple):
+    """What a model is made of: the format of its linears, its activations' dtype and its cache's."""
+
+    config: ModelConfig
+    weight_format: WeightFormat
+    dtype: str
+    kv_cache_dtype: str
+
+    @classmethod
+    def unquantized(cls, config: ModelConfig) -> Build:
+        return cls(config, DENSE, config.dtype, config.dtype)
+
+    def step_bytes(self, limits: StepLimits) -> int:
+        """Planned peak of a step on a GPU."""
+        return gpu_step_bytes(self.config, limits, self.weight_format, self.kv_cache_dtype, self.dtype)
+
+
+def gpu_reserve(page: Pages) -> int:
+    """What is kept of a GPU's budget for the runtime, and for page 0, which is nobody's."""
+    return RUNTIME + page.num_bytes
+
+
+def planned_demand(build: Build, limits: StepLimits, *, on_gpu: bool) -> Demand:
+    """What an engine of these limits is planned to take before its first page."""
+    config, weight_format, dtype, kv_cache_dtype = build
     if on_gpu:
         weights = weight_bytes(config, weight_format, dtype, place="gpu")
-        step = gpu_step_bytes(config, limits, weight_format, dtype)
-        return Demand(weights, step, graph_bytes(config, limits), RUNTIME)
+        reserve = gpu_reserve(pages_of(config, kv_cache_dtype, limits.block_size))
+        return Demand(weights, build.step_bytes(limits), graph_bytes(config, limits), reserve)
     weights = weight_bytes(config, weight_format, dtype, place="cpu")
     return Demand(weights, cpu_step_bytes(config, limits, ITEM_BYTES[dtype]))
 
 
-def shorten_steps(
-    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, dtype: str, room: int
-) -> StepLimits:
+def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
     """Limits with so few tokens a step that its planned peak is a small part of `room`, on a GPU.
 
     `room` is what weights leave of the budget, in bytes. Steps are not shortened where that saves little, and
     there are always tokens for every sequence, and for the longest prompt where it may not be split.
     """
-
-    def peak(limits: StepLimits) -> int:
-        return gpu_step_bytes(config, limits, weight_format, dtype)
-
     least = max(LEAST_TOKENS, limits.max_num_seqs, 0 if limits.chunked_prefill else limits.max_model_len)
-    while room < SHARE * peak(limits):
+    while room < SHARE * build.step_bytes(limits):
         shorter = limits._replace(max_num_batched_tokens=limits.max_num_batched_tokens // 2)
-        if shorter.max_num_batched_tokens < least or peak(shorter) > 0.9 * peak(limits):
+        saves_little = build.step_bytes(shorter) > 0.9 * build.step_bytes(limits)
+        if shorter.max_num_batched_tokens < least or saves_little:
             break
         limits = shorter
     return limits
@@ -168,7 +185,8 @@ def unquantized_demand(
     """
     if total is None:
         return demand._replace(weights=weight_bytes(config))
+    build = Build.unquantized(config)
     if options.max_num_batched_tokens is None:
-        room = total - weight_bytes(config)
-        limits = shorten_steps(config, limits, DENSE, config.dtype, room)
-    return planned_demand(config, limits, DENSE, config.dtype, on_gpu=True)._replace(reserve=demand.reserve)
+        limits = shorten_steps(build, limits, total - weight_bytes(config))
+    planned = planned_demand(build, limits, on_gpu=True)
+    return planned if demand.graphs else planned._replace(graphs=0)

@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps: a step's some thousand launches as one.
+"""CUDA graphs of small steps: a step's hundreds of launches as one.
 
-A decode step takes little time on the device, and to launch its kernels one by one takes the host longer. A
-graph holds them all with their arguments. So its inputs lie at fixed places (`inputs.DecodeBuffers`), and
-there is one graph for every padded size (`inputs.buckets`). Nothing in a step depends on lengths but contents
-of tensors: the attention's work is cut on the device.
+A step of few tokens takes little time on the device, and to launch its kernels one by one takes the host
+longer. A graph holds them all with their arguments. So its inputs lie at fixed places (`buffers.py`), and
+there is one graph for every padded shape (`plan.shapes`). Nothing in a step depends on lengths but contents of
+tensors: the attention's work is cut on the device.
 
 Graphs share one pool of memory, and the largest is captured first, so that the others find room in what it
 took: they never run at the same time. A graph ends with hidden states; logits and sampling follow by ordinary
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qinfer.engine.inputs import buckets
+from qinfer.engine.budget import measured_use
+from qinfer.engine.plan import Shape, shapes
 
 if TYPE_CHECKING:
     from qinfer.engine.runner import Runner
@@ -28,52 +29,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class DecodeGraphs:
-    """Captured decode steps of some sizes; `num_bytes` of device memory went into them."""
+class StepGraphs:
+    """Captured steps of some shapes; `num_bytes` of device memory went into them."""
 
-    def __init__(self, graphs: dict[int, torch.cuda.CUDAGraph], hidden: Tensor, num_bytes: int) -> None:
+    def __init__(self, graphs: dict[Shape, torch.cuda.CUDAGraph], hidden: Tensor, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._graphs = graphs
         self._hidden = hidden
 
-    def replay(self, size: int) -> Tensor:
-        """Runs the step whose inputs are in the buffers -> hidden states [size, H], until the next replay."""
-        self._graphs[size].replay()
-        return self._hidden[:size]
+    def replay(self, shape: Shape) -> Tensor:
+        """Runs the step whose inputs are in the buffers -> hidden states [T, H], good until the next."""
+        self._graphs[shape].replay()
+        return self._hidden[: shape.num_tokens]
 
 
-def capture(runner: Runner, sizes: Sequence[int] | None = None) -> DecodeGraphs | None:
-    """Graphs of decode steps of `sizes`, all buckets if None; the runner's kernels must be compiled.
+def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | None:
+    """Graphs of steps of some shapes, all if None; the runner's kernels must be compiled.
 
-    `runner.graphs` is left as it was. The bytes are what the device's free memory lost, whoever asks for
-    some sizes only can tell from them what all will take. None, and said aloud, where a step of this model
+    `runner.graphs` is left as it was. The bytes are what the device's free memory lost: whoever asks for
+    some shapes only can tell from them what all will take. None, and said aloud, where a step of this model
     has to wait for the device, which a graph cannot.
     """
     assert runner.buffers is not None
-    sizes = buckets(runner.limits.max_num_seqs) if sizes is None else sizes
-    device = runner.decoder.device
-    config = runner.decoder.config
-    hidden = torch.empty(max(sizes), config.hidden_size, dtype=runner.decoder.dtype, device=device)
+    of = shapes(runner.limits) if of is None else of
+    decoder, device = runner.decoder, runner.decoder.device
+    longest = max(of).num_tokens
+    hidden = torch.empty(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     free = _free_memory(device)
-    graphs: dict[int, torch.cuda.CUDAGraph] = {}
+    graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
     pool = torch.cuda.graph_pool_handle()
     with torch.inference_mode():
-        if not _never_waits(runner, min(sizes)):
+        if not _never_waits(runner, min(of)):
             return None
-        for size in tqdm(sizes, "capturing graphs", delay=1.0, leave=False):
-            inputs = runner.buffers.inputs(size)
+        for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
+            inputs = runner.buffers.inputs(shape)
             runner.forward(inputs)  # whatever is made at first use is made outside
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
-                hidden[:size].copy_(runner.forward(inputs))
-            graphs[size] = graph
-    return DecodeGraphs(graphs, hidden, free - _free_memory(device) + hidden.nbytes)
+                hidden[: shape.num_tokens].copy_(runner.forward(inputs))
+            graphs[shape] = graph
+    num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
+    return StepGraphs(graphs, hidden, num_bytes)
 
 
-def _never_waits(runner: Runner, size: int) -> bool:
+def _never_waits(runner: Runner, shape: Shape) -> bool:
     """Tries a step in torch's mode in which an operation that waits for the device raises."""
     assert runner.buffers is not None
-    inputs = runner.buffers.inputs(size)
+    inputs = runner.buffers.inputs(shape)
     runner.forward(inputs)
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -5,9 +5,7 @@ few array operations. All numbers of a step lie in one array; on a GPU it is pin
 that nobody waits for. A token that is not known yet is -1 there, and taken on the device from the place where
 the step before leaves what it samples.
 
-Decode steps are padded to few sizes, `bucket`, for each of which one CUDA graph can be captured: their
-tensors lie at fixed places (`DecodeBuffers`). A padded row has length zero, so it reads nothing, and writes
-to page 0, which nobody has.
+Small steps on a GPU are padded to few shapes and lie at fixed places: `buffers.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from qinfer.engine.sampler import Draw
 Ints: TypeAlias = "np.ndarray[Any, Any]"
 
 UNKNOWN = -1  # instead of a token id
-_FINE, _COARSE, _FINE_UP_TO = 8, 16, 256  # steps between sizes of decode steps
 
 
 class StepInputs(NamedTuple):
@@ -38,7 +35,7 @@ class StepInputs(NamedTuple):
     slots: Tensor  # [T]: page * PAGE + offset
     batch: ops.PagedBatch
     lanes: Tensor  # [T]; of padded rows: max_num_seqs
-    sample_rows: Tensor | None  # rows of [T] whose next token is to be chosen; None: all
+    sample_rows: Tensor | None  # rows of [T] whose next token is to be chosen; None: all, padded ones too
     draw: Tensor | None  # [5, S] float64, of a `Draw`
 
 
@@ -65,24 +62,14 @@ class StepArrays(NamedTuple):
     width: int
 
     @property
+    def row_lanes(self) -> Ints:
+        """The lane of every token."""
+        return self.lanes if self.is_decode else np.repeat(self.lanes, np.diff(self.query_starts))
+
+    @property
     def is_decode(self) -> bool:
         """Whether every chunk is one token whose successor is to be chosen."""
         return len(self.token_ids) == len(self.lanes) == len(self.sample_rows)
-
-
-def bucket(count: int, largest: int) -> int:
-    """The size to which a decode step of `count` sequences is padded, at most `largest`."""
-    if count > _FINE // 2:
-        step = _FINE if count <= _FINE_UP_TO else _COARSE
-        size = -(-count // step) * step
-    else:
-        size = 1 << (count - 1).bit_length()
-    return min(size, largest)
-
-
-def buckets(largest: int) -> list[int]:
-    """All sizes of decode steps, the largest first."""
-    return sorted({bucket(count, largest) for count in range(1, largest + 1)}, reverse=True)
 
 
 def step_arrays(plan: StepPlan, token_ids: Mapping[int, Sequence[int]], tables: Tables) -> StepArrays:
@@ -123,7 +110,7 @@ def step_inputs(arrays: StepArrays, tables: Tables, draw: Draw | None, device: t
         tables.pages[lanes, : arrays.width],
         arrays.seq_lens,
         arrays.query_starts,
-        np.repeat(lanes, np.diff(arrays.query_starts)),
+        arrays.row_lanes,
         arrays.sample_rows,
     ]
     if draw is not None:
@@ -149,42 +136,3 @@ def _on_device(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
         moved[start : start + array.size].view(array.shape)
         for array, start in zip(arrays, starts, strict=False)
     ]
-
-
-class DecodeBuffers:
-    """Where the tensors of padded decode steps lie: steps of one size differ by their contents only."""
-
-    def __init__(self, tables: Tables, device: torch.device) -> None:
-        num_lanes, max_pages = tables.pages.shape
-        self._tables = tables
-        self._row = num_lanes + num_lanes % 2  # words: one more than sequences, so that rows are aligned
-        self._arriving = torch.zeros(11 * self._row + num_lanes * max_pages, dtype=torch.int64, device=device)
-        self._numbers = self._arriving[: 11 * self._row].view(11, -1)
-        self._table = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
-
-    def inputs(self, size: int, *, drawn: bool = False) -> StepInputs:
-        """The tensors of a step of `size` rows."""
-        token_ids, positions, slots, seq_lens, lanes = self._numbers[:5, :size]
-        batch = ops.PagedBatch(self._table[:size], seq_lens, self._numbers[5, : size + 1])
-        draw = self._numbers[6:, :size].view(torch.float64) if drawn else None
-        return StepInputs(token_ids, positions, slots, batch, lanes, None, draw)
-
-    def fill(self, arrays: StepArrays, draw: Draw | None, size: int) -> StepInputs:
-        """Copies a decode step over without waiting, padded to `size` rows."""
-        count, width, fixed = len(arrays.lanes), arrays.width, self._numbers.numel()
-        pinned = torch.empty(fixed + size * width, dtype=torch.int64, pin_memory=self._arriving.is_cuda)
-        together = pinned.numpy()
-        numbers, table = together[:fixed].reshape(11, -1), together[fixed:].reshape(size, width)
-        numbers[:] = 0
-        parts = (arrays.token_ids, arrays.positions, arrays.slots, arrays.seq_lens, arrays.lanes)
-        for row, part in zip(numbers, parts, strict=False):
-            row[:count] = part
-        numbers[4, count:] = len(self._tables.pages) - 1
-        numbers[5] = np.arange(self._row)
-        if draw is not None:
-            numbers[6:, :count] = draw.rows.view(np.int64)
-        table[:count] = self._tables.pages[arrays.lanes, :width]
-        table[count:] = 0
-        self._arriving[: len(pinned)].copy_(pinned, non_blocking=True)
-        self._table[:size, :width].copy_(self._arriving[fixed : len(pinned)].view(size, width))
-        return self.inputs(size, drawn=draw is not None)

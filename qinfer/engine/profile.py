@@ -5,7 +5,7 @@ prompt, and all are sampled. Then comes what copies logits, for as many rows as 
 penalties, biases, log-probabilities, over the longest texts. Decoder and kernels are those that will serve.
 Only the pages are few: all sequences share one, since launches and workspaces depend on shapes alone.
 
-Of the graphs, which share one pool of memory, the largest and two more are captured, for what each costs.
+Of the graphs, which share one pool of memory, the largest and some more are captured, for what each costs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from qinfer import backend
 from qinfer.engine.footprint import format_size
 from qinfer.engine.graphs import capture
-from qinfer.engine.inputs import buckets
 from qinfer.engine.kv_pool import KVPool
 from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.engine.plan import shapes
 from qinfer.engine.request import Request, Sequence, StopRules
 from qinfer.engine.runner import Runner
 from qinfer.engine.sampler import describe, draw_of, sample, slice_rows
@@ -28,6 +28,8 @@ from qinfer.engine.warmup import compile_kernels, largest_step
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.sampling_params import SamplingParams
+
+SOME = 6  # graphs that are captured to find what each costs
 
 
 class StepUse(NamedTuple):
@@ -47,7 +49,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     runner = Runner(decoder, pool, limits)
     runs_kernels = backend.runs_kernels()
@@ -61,7 +63,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
             f"not fit beside {format_size(before)} of weights: lower max_num_batched_tokens or max_num_seqs",
             "max_num_batched_tokens",
         ) from None
-    activations = torch.cuda.max_memory_reserved(device) - before
+    activations = torch.cuda.max_memory_allocated(device) - before
     graphs = _graph_bytes(runner) if runs_kernels and not options.enforce_eager else 0
     del runner, pool
     torch.cuda.empty_cache()
@@ -103,10 +105,11 @@ def _demanding(index: int, text: list[int], max_logprobs: int) -> Sequence:
 
 def _graph_bytes(runner: Runner) -> int:
     """What the graphs of all sizes will take."""
-    sizes = buckets(runner.limits.max_num_seqs)
-    found = [capture(runner, few) for few in (sizes[:1], sizes[:3])]
-    if found[0] is None or found[1] is None:
+    sizes = shapes(runner.limits)
+    largest = capture(runner, sizes[:1])
+    some = capture(runner, sizes[:SOME])
+    if largest is None or some is None:
         return 0
-    first, three = found[0].num_bytes, found[1].num_bytes
-    each = max(0, three - first) // 2
-    return max(first, three) + each * max(0, len(sizes) - 3)
+    count = min(SOME, len(sizes))
+    each = max(0, some.num_bytes - largest.num_bytes) // max(1, count - 1)
+    return max(largest.num_bytes, some.num_bytes) + each * (len(sizes) - count)

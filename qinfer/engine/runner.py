@@ -8,7 +8,7 @@ attends through the pages.
 nothing: they stay on the device, where the next step finds them, and come to the host on the way. On a GPU
 all steps go one after the other through one stream; that order is what makes it safe to plan ahead.
 
-Decode steps on a GPU are padded to a few sizes (`inputs.bucket`) and replayed as CUDA graphs where those were
+Small steps on a GPU are padded to a few shapes (`plan.shapes`) and replayed as CUDA graphs where those were
 captured (`graphs.py`). Without them the same kernels run with the same padding: the same bits.
 """
 
@@ -21,18 +21,12 @@ import torch
 from torch import Tensor
 
 from qinfer import backend, ops
-from qinfer.engine.graphs import DecodeGraphs
-from qinfer.engine.inputs import (
-    DecodeBuffers,
-    StepInputs,
-    Tables,
-    bucket,
-    step_arrays,
-    step_inputs,
-)
+from qinfer.engine.buffers import StepBuffers
+from qinfer.engine.graphs import StepGraphs
+from qinfer.engine.inputs import StepInputs, Tables, step_arrays, step_inputs
 from qinfer.engine.kv_pool import KVPool
 from qinfer.engine.options import StepLimits
-from qinfer.engine.plan import StepPlan
+from qinfer.engine.plan import StepPlan, shape_of
 from qinfer.engine.sampler import Draw, choose
 from qinfer.model.decoder import Decoder
 from qinfer.model.heads import Heads
@@ -41,7 +35,10 @@ TokenIds = Mapping[int, Sequence[int]]  # of each sequence, as far as they are k
 
 
 class StepOutput(NamedTuple):
-    """`logits` [S, V] float32 of sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for."""
+    """`logits` [S, V] float32 of sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for.
+
+    Hidden states are good until the next step.
+    """
 
     logits: Tensor
     hidden: Mapping[int, Tensor]
@@ -123,16 +120,16 @@ class Arriving:
 
 
 class Runner:
-    """A decoder with its pages; `graphs` are of decode steps, None until `graphs.capture` made them."""
+    """A decoder with its pages; `graphs` is None until `graphs.capture` made them."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, limits: StepLimits) -> None:
         self.decoder = decoder
         self.pool = pool
         self.limits = limits
         self.overlaps = decoder.device.type != "cpu"
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self._tables = Tables(limits)
-        self.buffers = DecodeBuffers(self._tables, decoder.device) if self.overlaps else None
+        self.buffers = StepBuffers(self._tables, limits, decoder.device) if self.overlaps else None
         # the last token of each lane, and of padded rows
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=decoder.device)
 
@@ -175,14 +172,15 @@ class Runner:
 
     def _hidden(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> tuple[Tensor, StepInputs]:
         arrays = step_arrays(plan, token_ids, self._tables)
-        if self.buffers is None or not backend.runs_kernels() or not arrays.is_decode:
+        shape = None
+        if self.buffers is not None and backend.runs_kernels():
+            num_tokens, num_seqs = len(arrays.token_ids), len(arrays.lanes)
+            shape = shape_of(num_tokens, num_seqs, self.limits, decodes=arrays.is_decode)
+        if self.buffers is None or shape is None:
             inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
             return self.forward(inputs), inputs
-        size = bucket(len(plan.chunks), self.limits.max_num_seqs)
-        inputs = self.buffers.fill(arrays, draw, size)
-        if self.graphs is None:
-            return self.forward(inputs), inputs
-        return self.graphs.replay(size), inputs
+        inputs = self.buffers.fill(arrays, draw, shape)
+        return self.forward(inputs) if self.graphs is None else self.graphs.replay(shape), inputs
 
     def _sampled_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         """Of a decode step's padded rows too."""

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qinfer.engine import budget, footprint, memory
-from qinfer.engine.activations import RUNTIME, cpu_step_bytes
-from qinfer.engine.budget import Demand, Space
+from qinfer.engine.activations import cpu_step_bytes
+from qinfer.engine.budget import Build, Demand, Space
 from qinfer.engine.footprint import Pages, WeightFormat
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits
@@ -53,11 +53,12 @@ def size_pool(
     num_pages = _fixed_pages(options, page, decoder.device)
     space, weights = space_of(decoder.device), tensor_bytes(decoder)
     space = space._replace(available=space.available + weights)  # they are loaded already
-    given = limits
+    given, build = limits, build_of(decoder, kv_cache_dtype)
     if space.on_gpu:
         if num_pages is None or options.memory is not None:
-            limits = _fitting(decoder, options, limits, space, weights)
-        demand = Demand(weights, *measure_use(decoder, options, limits, kv_cache_dtype), RUNTIME)
+            limits = _fitting(build, options, limits, space, weights)
+        use = measure_use(decoder, options, limits, kv_cache_dtype)
+        demand = Demand(weights, *use, budget.gpu_reserve(page))
     else:
         demand = Demand(weights, cpu_step_bytes(config, limits, decoder.dtype.itemsize))
     if num_pages is not None and options.memory is None:
@@ -71,7 +72,7 @@ def size_pool(
     dense = budget.unquantized_demand(config, options, given, demand, total if space.on_gpu else None)
     ledger = replace(ledger, unquantized=memory.unquantized(config, ledger, dense))
     if space.on_gpu and num_pages is None:
-        ledger = replace(ledger, planned=_planned(decoder, limits, ledger, page))
+        ledger = replace(ledger, planned=_planned(decoder, build, limits, ledger))
     return Sized(limits._replace(max_model_len=ledger.max_model_len), ledger)
 
 
@@ -96,14 +97,13 @@ def _fixed_pages(options: EngineOptions, page: Pages, device: torch.device) -> i
 
 
 def _fitting(
-    decoder: Decoder, options: EngineOptions, limits: StepLimits, space: Space, weights: int
+    build: Build, options: EngineOptions, limits: StepLimits, space: Space, weights: int
 ) -> StepLimits:
     """Limits of steps that suit a GPU's budget; says so where it shortens them."""
     if options.max_num_batched_tokens is not None:
         return limits
     total = budget.budget_for(space.total, space.available, options.gpu_memory_utilization, options.memory)
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    fitting = budget.shorten_steps(decoder.config, limits, format_of(decoder), dtype, total - weights)
+    fitting = budget.shorten_steps(build, limits, total - weights)
     if fitting != limits:
         logger.warning(
             "max_num_batched_tokens is %s instead of %s: longer steps would take too much of the %s that the "
@@ -115,10 +115,11 @@ def _fitting(
     return fitting
 
 
-def _planned(decoder: Decoder, limits: StepLimits, ledger: Ledger, page: Pages) -> Ledger | None:
+def _planned(decoder: Decoder, build: Build, limits: StepLimits, ledger: Ledger) -> Ledger | None:
     """The ledger as it was to be expected; None where nothing was."""
-    config, dtype = decoder.config, str(decoder.dtype).removeprefix("torch.")
-    demand = budget.planned_demand(config, limits, format_of(decoder), dtype, on_gpu=True)
+    config = decoder.config
+    demand = budget.planned_demand(build, limits, on_gpu=True)
+    page = footprint.pages_of(config, build.kv_cache_dtype, ledger.block_size)
     head = "auto" if isinstance(decoder.head.scheme, Dense) else "int8"
     weights = demand.weights - saved_bytes(config, head, decoder.dtype.itemsize)
     demand = demand._replace(weights=weights, graphs=demand.graphs if ledger.graphs else 0)
@@ -139,12 +140,13 @@ def _say_if_shorter(limits: StepLimits, ledger: Ledger) -> None:
         )
 
 
-def format_of(decoder: Decoder) -> WeightFormat:
-    """The format of the MLP's weights, the largest."""
+def build_of(decoder: Decoder, kv_cache_dtype: str) -> Build:
+    """A loaded model in words; the format is that of the MLP's weights, the largest."""
     scheme = decoder.layers[0].mlp.gate_up.scheme
+    weight_format = WeightFormat(scheme.name)
     if isinstance(scheme, W4A16):
-        return WeightFormat(scheme.name, scheme.group_size, scheme.symmetric)
-    return WeightFormat(scheme.name)
+        weight_format = WeightFormat(scheme.name, scheme.group_size, scheme.symmetric)
+    return Build(decoder.config, weight_format, str(decoder.dtype).removeprefix("torch."), kv_cache_dtype)
 
 
 def space_of(device: torch.device) -> Space:

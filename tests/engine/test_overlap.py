@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.engine.engine import Engine
-from qinfer.engine.inputs import DecodeBuffers, bucket, buckets
+from qinfer.engine.inputs import DecodeBuffers
 from qinfer.engine.options import EngineOptions
+from qinfer.engine.plan import bucket, buckets
 from qinfer.engine.runner import Runner
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams

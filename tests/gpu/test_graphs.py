@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qinfer.engine.graphs import DecodeGraphs
-from qinfer.engine.inputs import buckets
+from qinfer.engine.plan import buckets
 from qinfer.llm import LLM
 from qinfer.sampling_params import SamplingParams
 from qinfer.testing import tiny_model
