@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from qinfer.engine.options import StepLimits
 from qinfer.engine.request import Request, StopRules
 from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
-from qinfer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing transformers
+    from qinfer.tokenizer import Tokenizer
 
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
