@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import elementwise
-import paged_attention
+import paged_steps
 import products
 import torch
 import w4a16
@@ -31,9 +31,7 @@ import w8a8
 import w8a16
 from graph_timing import microseconds
 
-from qinfer.kernels import paged_attention_triton as attention
 from qinfer.kernels import tiles
-from qinfer.kernels.paged_attention import Geometry
 
 CONFIGS = Path(tiles.__file__).parent / "configs"
 PARTS = elementwise.PARTS
@@ -46,7 +44,7 @@ class Search(NamedTuple):
 
     op: str
     key: str
-    upper: int | None  # most tokens, rows or sequences of the row
+    upper: int | None  # most tokens, rows, or sequences times KV heads, of the row
     entries: list[dict[str, int]]
     prepare: Callable[[], Callable[[], Any]]  # makes inputs; what it returns is timed
     calls: int  # in it
@@ -62,14 +60,15 @@ def grid(**choices: Iterable[int]) -> list[dict[str, int]]:
 
 
 def attention_searches() -> Iterator[Search]:
-    dim, hopper = paged_attention.DIM, torch.cuda.get_device_capability()[0] == 9
-    for kind in paged_attention.KINDS:
+    dim, hopper = paged_steps.DIM, torch.cuda.get_device_capability()[0] == 9
+    for kind in paged_steps.KINDS:
         label, key = ("plain", f"{dim}x2") if kind == "bfloat16" else (kind, f"{dim}x1")
         entries = grid(TILE=(32, 64), num_warps=(1, 2, 4), num_stages=(2, 3, 4))
-        for upper, shape in ((4, (1, 16384)), (32, (16, 4096)), (None, (64, 2048))):
+        for upper, shape in ((8, (1, 16384)), (32, (16, 4096)), (128, (64, 2048)), (None, (256, 640))):
             call = partial(_attention, *shape, 1, kind)
-            yield Search(f"paged_decode_{label}", key, upper, entries, call, 1)
-        if label != "plain" or not hopper:  # whose kernel for Hopper has no choices
+            programs = None if upper is None else upper * paged_steps.KV_HEADS
+            yield Search(f"paged_decode_{label}", key, programs, entries, call, 1)
+        if not hopper:  # whose kernel has no choices
             entries = grid(BLOCK=(64, 128), TILE=(32, 64), num_warps=(4, 8), num_stages=(2, 3), per_sm=(1, 2))
             call = partial(_attention, 1, 4096, 4096, kind)
             yield Search(f"paged_prefill_{label}", key, None, entries, call, 1, repeats=1)
@@ -79,17 +78,15 @@ def attention_searches() -> Iterator[Search]:
 
 
 def _attention(num_seqs: int, length: int, rows: int, kind: str) -> Callable[[], Any]:
-    q, pages, batch = paged_attention.step(num_seqs, length, rows, kind)
-    geometry = Geometry(paged_attention.KV_HEADS, paged_attention.PAGE, None, q.dtype)
-    plan = attention.group_rows(batch, geometry)
-    scale = paged_attention.DIM**-0.5
-    return lambda: attention.paged_attention(q, pages, plan, scale=scale)
+    q, pages, batch = paged_steps.random_step(num_seqs, length, rows, kind)
+    return partial(paged_steps.attend, q, pages, paged_steps.planned(batch))
 
 
 def _write(tokens: int) -> Callable[[], Any]:
-    inputs, slots, rotation = paged_attention.write_inputs(tokens)
-    pages = paged_attention.random_pages(tokens // paged_attention.PAGE + 2, "bfloat16")
-    return partial(paged_attention.write, inputs[:4], slots, rotation, pages)
+    inputs, slots, rotation = paged_steps.random_writing(tokens)
+    pages = paged_steps.random_pages(tokens // paged_steps.PAGE + 2, "bfloat16")
+    calls = paged_steps.rotated((inputs[:4], slots, rotation), pages)
+    return lambda: [call() for call in calls]
 
 
 def row_searches() -> Iterator[Search]:

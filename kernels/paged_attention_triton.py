@@ -98,9 +98,10 @@ def _numbers(pages: KVPages, plan: RowPlan, shape: Shape, scale: float, softcap:
 
 def _decode(q: Tensor, pages: KVPages, plan: RowPlan, out: Tensor, shape: Shape, numbers: Numbers) -> None:
     num_kv_heads, bound = pages.k.shape[1], len(plan.items)
-    machine, num_seqs = machine_of(q.device), len(plan.batch.seq_lens)
+    machine = machine_of(q.device)
     op, itemsize = table_name("decode", shape.kind), pages.k.itemsize
-    entry = tile(op, machine.key, decode_formula, num_seqs, shape.dim, itemsize)
+    programs = len(plan.batch.seq_lens) * num_kv_heads
+    entry = tile(op, machine.key, decode_formula, programs, shape.dim, itemsize)
     constants = decode_constants(entry, shape)
     lanes = constants["LANES"] * (1 if shape.kind == PLAIN.value else 2)
     sums = torch.empty(bound * num_kv_heads, constants["ROWS"], lanes, dtype=torch.float32, device=q.device)
@@ -142,9 +143,11 @@ def offline_variants() -> Iterator[Variant]:
         for kind, element in ((PLAIN.value, "*bf16"), (FP8.value, "*fp8e4nv"), (INT8.value, "*i8")):
             shape = Shape(group, dim, page_size, kind, torch.bfloat16, windowed, capped)
             itemsize = 2 if kind == PLAIN.value else 1
-            entry = tile(table_name("decode", kind), "nvidia-h200", decode_formula, 64, dim, itemsize)
-            words = element if kind == PLAIN.value else "*i16"
-            yield _variant(decode_kernel, decode_constants(entry, shape), shape, words)
+            op, words = table_name("decode", kind), element if kind == PLAIN.value else "*i16"
+            entries = [tile(op, "nvidia-h200", decode_formula, m, dim, itemsize) for m in (64, 1024, 4096)]
+            for i, entry in enumerate(entries):
+                if entry not in entries[:i]:
+                    yield _variant(decode_kernel, decode_constants(entry, shape), shape, words)
             op = table_name("prefill", kind)
             entry = dict(tile(op, "nvidia-h200", prefill_formula, 4096, dim, itemsize))
             del entry["per_sm"]
@@ -175,5 +178,6 @@ def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: s
     by_name |= {"k": element, "v": element}
     signature = {name: by_name[name] for name in kernel.arg_names if name not in fixed}
     label = f"{table_name(kernel.fn.__name__, shape.kind)} {shape.group}x{shape.dim} page {shape.page_size}"
+    label += f" tile {constants['TILE']}" if "TILE" in constants else ""
     aligned = ("q_stride",) if "q" in signature else ()
     return Variant(label, kernel, signature, fixed, options, aligned, wants_tensor_cores="q" in signature)

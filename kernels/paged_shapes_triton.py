@@ -64,7 +64,7 @@ def _types(kind: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def table_name(kernel: str, kind: int) -> str:
-    """Of a kernel's tiles, "paged_decode_fp8": keys are DIMxITEMSIZE, M counts sequences or rows."""
+    """Of a kernel's tiles, "paged_decode_fp8": keys are DIMxITEMSIZE, M rows (times KV heads for decode)."""
     names = {PLAIN.value: "plain", INT8.value: "int8", FP8.value: "fp8"}
     return f"paged_{kernel}_{names[kind]}"
 
@@ -92,6 +92,7 @@ def decode_constants(entry: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
     """What the decode kernel is compiled for; `entry` is its tile."""
     qk_type, pv_type = _types(shape.kind, shape.dtype)
     rows = triton.next_power_of_2(shape.group)
+    spills = shape.kind == INT8.value and shape.page_size % entry["TILE"] != 0  # as below
     return {
         "GROUP": shape.group,
         "ROWS": rows,
@@ -107,6 +108,7 @@ def decode_constants(entry: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
         "ASM": not INTERPRETED,
         "MERGE": max(1, 32 // rows),
         **entry,
+        "TILE": min(entry["TILE"], 32) if spills else entry["TILE"],
     }
 
 
