@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,12 +79,17 @@ class Dataset:
                 "dataset_name",
             )
         path = Path(self.path or "")
-        read = self._sharegpt if self.name == "sharegpt" else self._custom
-        found = list(read(_text(path), path, tokenizer))
+        if self.name == "sharegpt":
+            entries = _parsed(_text(path), path)
+            if not isinstance(entries, list):
+                raise UserError(f"{path} must hold a JSON list of conversations", "dataset_path")
+            usable = self._sharegpt([entries[i] for i in generator.permutation(len(entries))], tokenizer)
+        else:
+            usable = self._custom(_text(path), path, tokenizer)
+        found = list(islice(usable, self.num_prompts))  # no more is encoded than is asked for
         if not found:
             raise UserError(f"{path} holds no prompt that could be used", "dataset_path")
-        order = generator.permutation(len(found)) if self.name == "sharegpt" else range(len(found))
-        return [found[i] for i in order][: self.num_prompts]
+        return found
 
     def _random(
         self, generator: np.random.Generator, vocab_size: int, tokenizer: Tokenizer | None
@@ -106,8 +112,8 @@ class Dataset:
             return [min(high, int(length)) for length in drawn]
         return [int(length) for length in generator.integers(low, high + 1, size=self.num_prompts)]
 
-    def _sharegpt(self, text: str, path: Path, tokenizer: Tokenizer) -> Iterator[BenchRequest]:
-        for entry in _parsed(text, path):
+    def _sharegpt(self, entries: Sequence[Any], tokenizer: Tokenizer) -> Iterator[BenchRequest]:
+        for entry in entries:
             turns = entry.get("conversations") or [] if isinstance(entry, dict) else []
             if len(turns) < 2:
                 continue

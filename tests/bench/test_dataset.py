@@ -105,7 +105,13 @@ def test_senseless_choices_are_refused(choice, said):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "cannot be read"), ("[", "is not JSON"), ("[]", "holds no prompt"), ("\n", "is not JSON")],
+    [
+        (None, "cannot be read"),
+        ("[", "is not JSON"),
+        ("[]", "holds no prompt"),
+        ("{}", "a JSON list"),
+        ("\n", "is not JSON"),
+    ],
 )
 def test_a_bad_file_is_named(tokenizer, tmp_path, content, said):
     path = tmp_path / "prompts.json"

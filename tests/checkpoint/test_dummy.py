@@ -92,6 +92,15 @@ def test_dummy_weights_are_not_served_unasked(tmp_path):
     assert LLM(folder, load_format="dummy", allow_ungated=True, num_kv_blocks=16).gate.state == "ungated"
 
 
+def test_of_a_model_on_the_hub_the_config_is_enough(tmp_path, monkeypatch):
+    file = config_alone(tmp_path) / "config.json"
+    monkeypatch.setattr("qinfer.source.hub.config_file", lambda model, **_: file)
+    monkeypatch.delattr("qinfer.source.hub.resolve")  # which would fetch the weights
+    llm = LLM("some/model", load_format="dummy", scheme="w8a8-int8", allow_ungated=True, num_kv_blocks=16)
+    assert (llm.path, llm.served_model_names) == (tmp_path, ("some/model",))
+    assert llm.engine.ledger.label == "w8a8-int8"
+
+
 def test_a_tokenizer_is_taken_where_there_is_one(tmp_path):
     folder = tiny_model("llama3", tmp_path / "model")
     options = {"load_format": "dummy", "allow_ungated": True, "num_kv_blocks": 16}
