@@ -19,7 +19,8 @@ from qinfer.calibrate.recipe import PRESETS, settle
 from qinfer.checkpoint.names import layer_modules, linear_shape
 from qinfer.config import ModelConfig
 from qinfer.engine import budget, memory
-from qinfer.engine.budget import Build, Space
+from qinfer.engine.activations import Build
+from qinfer.engine.budget import Space
 from qinfer.engine.footprint import (
     DENSE,
     ITEM_BYTES,

@@ -8,10 +8,12 @@ rows of logits (penalties, log-probabilities, the scores of a prompt) goes by sl
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from qinfer.config import ModelConfig
-from qinfer.engine.footprint import ITEM_BYTES, WeightFormat
+from qinfer.engine.footprint import DENSE, ITEM_BYTES, WeightFormat
 from qinfer.engine.options import StepLimits
-from qinfer.engine.plan import buckets
+from qinfer.engine.plan import shapes
 
 MIB = 1 << 20
 # On a GPU, in bytes; measured on an H200 with torch 2.11
@@ -19,8 +21,9 @@ RUNTIME = 736 * MIB  # CUDA's context (527), libraries and kernels, and what the
 SLICE = 104 * MIB  # copies of a slice of logits, for penalties or log-probabilities
 WIDE_PAGES = 128 * MIB  # 8-bit pages of a step's chunks, widened
 GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
+WIDENED_ABOVE = {"w4a16": 1024, "w8a16-int8": 2048}  # tokens for which a weight is widened
 LEAST_TOKENS = 512  # of a step, below which a GPU's products are no longer efficient
-SHARE = 32  # a step's share of what the weights leave of a budget is one part of so many, at most
+SHARE = 40  # a step's share of what the weights leave of a budget is one part of so many, at most
 
 
 def cpu_step_bytes(config: ModelConfig, limits: StepLimits, item_bytes: int) -> int:
@@ -35,33 +38,54 @@ def cpu_step_bytes(config: ModelConfig, limits: StepLimits, item_bytes: int) -> 
     return max(layer, limits.max_num_seqs * config.vocab_size * (4 + 4 + 8 + 4))
 
 
-def gpu_step_bytes(
-    config: ModelConfig, limits: StepLimits, weight_format: WeightFormat, kv_cache_dtype: str, dtype: str
-) -> int:
-    """Planned peak on a GPU; `dtype` is the activations', `kv_cache_dtype` resolved.
+class Build(NamedTuple):
+    """What a model is made of: its linears' format, its activations' dtype and, resolved, its cache's."""
 
-    A layer: the stream before and after, what was added to it, the normed input, and rotations in float32;
-    then gate|up with their product, or q, k, v with the context. Weight-only schemes widen one weight
-    besides, 8-bit pages are widened for prompts. Sampling: hidden states, logits in the model's dtype and in
-    float32, then copies of a slice. Page tables are there all the time.
+    config: ModelConfig
+    weight_format: WeightFormat
+    dtype: str
+    kv_cache_dtype: str
+
+    @classmethod
+    def unquantized(cls, config: ModelConfig) -> Build:
+        """The model in its own dtype."""
+        return cls(config, DENSE, config.dtype, config.dtype)
+
+
+def layer_bytes(build: Build, tokens: int) -> int:
+    """Planned peak of a layer on a GPU, for a step of so many tokens.
+
+    The stream before and after, what was added to it, the normed input, and rotations in float32; then
+    gate|up with their product, or q, k, v with the context. Weight-only schemes widen one weight besides
+    where there are many tokens; 8-bit pages are widened for prompts.
     """
-    item = ITEM_BYTES[dtype]
-    tokens, seqs, hidden = limits.max_num_batched_tokens, limits.max_num_seqs, config.hidden_size
-    inner, table = config.intermediate_size, 8 * -(-limits.max_model_len // limits.block_size)
-    coded = weight_format.scheme.startswith("w8a8")
-    code = 1 if coded else item
-    widened = 0 if coded or weight_format.scheme == "dense" else 2 * inner * hidden * item
+    config, scheme, item = build.config, build.weight_format.scheme, ITEM_BYTES[build.dtype]
+    hidden, inner = config.hidden_size, config.intermediate_size
+    code = 1 if scheme.startswith("w8a8") else item
+    widened = 2 * inner * hidden * item if tokens > WIDENED_ABOVE.get(scheme, tokens) else 0
     stream = tokens * (hidden * (4 * item + code) + 2 * config.head_dim * 4)
     mlp = tokens * inner * 2 * item + max(tokens * inner * code, widened)
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = tokens * heads * item + (0 if kv_cache_dtype in ITEM_BYTES else WIDE_PAGES)
-    logits = seqs * config.vocab_size * 4
-    sampling = tokens * hidden * item + logits + max(seqs * config.vocab_size * item, SLICE)
-    return max(stream + max(mlp, attention), sampling) + 3 * seqs * table
+    attention = tokens * heads * item + (0 if build.kv_cache_dtype in ITEM_BYTES else WIDE_PAGES)
+    return stream + max(mlp, attention)
 
 
-def graph_bytes(config: ModelConfig, limits: StepLimits) -> int:
-    """Planned memory of the CUDA graphs: one for each size of decode step, and the largest one's peak."""
-    size = limits.max_num_seqs
-    largest = size * (6 * config.hidden_size + 3 * config.intermediate_size) * ITEM_BYTES[config.dtype]
-    return largest + len(buckets(size)) * config.num_layers * GRAPH_LAYER
+def gpu_step_bytes(build: Build, limits: StepLimits) -> int:
+    """Planned peak of a step on a GPU: a layer's, or that of sampling.
+
+    There are the hidden states and logits, in the model's dtype and in float32, then copies of a slice. Page
+    tables are there all the time.
+    """
+    tokens, seqs, item = limits.max_num_batched_tokens, limits.max_num_seqs, ITEM_BYTES[build.dtype]
+    logits = seqs * build.config.vocab_size
+    sampling = tokens * build.config.hidden_size * item + 4 * logits + max(item * logits, SLICE)
+    tables = 3 * seqs * 8 * -(-limits.max_model_len // limits.block_size)
+    return max(layer_bytes(build, tokens), sampling) + tables
+
+
+def graph_bytes(build: Build, limits: StepLimits) -> int:
+    """Planned memory of the CUDA graphs: one for each padded shape, and the largest one's peak."""
+    captured = shapes(limits)
+    largest = captured[0].num_tokens
+    hidden = largest * build.config.hidden_size * ITEM_BYTES[build.dtype]
+    return layer_bytes(build, largest) + hidden + len(captured) * build.config.num_layers * GRAPH_LAYER

@@ -16,16 +16,15 @@ from qinfer.engine.activations import (
     LEAST_TOKENS,
     RUNTIME,
     SHARE,
+    Build,
     cpu_step_bytes,
     gpu_step_bytes,
     graph_bytes,
 )
 from qinfer.engine.footprint import (
-    DENSE,
     GIB,
     ITEM_BYTES,
     Pages,
-    WeightFormat,
     format_size,
     pages_of,
     weight_bytes,
@@ -127,23 +126,6 @@ def budget_of(space: Space, demand: Demand, page: Pages, limits: StepLimits, opt
     return cpu_budget(space.available, demand, page, max_tokens, options.memory)
 
 
-class Build(NamedTuple):
-    """What a model is made of: the format of its linears, its activations' dtype and its cache's."""
-
-    config: ModelConfig
-    weight_format: WeightFormat
-    dtype: str
-    kv_cache_dtype: str
-
-    @classmethod
-    def unquantized(cls, config: ModelConfig) -> Build:
-        return cls(config, DENSE, config.dtype, config.dtype)
-
-    def step_bytes(self, limits: StepLimits) -> int:
-        """Planned peak of a step on a GPU."""
-        return gpu_step_bytes(self.config, limits, self.weight_format, self.kv_cache_dtype, self.dtype)
-
-
 def gpu_reserve(page: Pages) -> int:
     """What is kept of a GPU's budget for the runtime, and for page 0, which is nobody's."""
     return RUNTIME + page.num_bytes
@@ -155,7 +137,7 @@ def planned_demand(build: Build, limits: StepLimits, *, on_gpu: bool) -> Demand:
     if on_gpu:
         weights = weight_bytes(config, weight_format, dtype, place="gpu")
         reserve = gpu_reserve(pages_of(config, kv_cache_dtype, limits.block_size))
-        return Demand(weights, build.step_bytes(limits), graph_bytes(config, limits), reserve)
+        return Demand(weights, gpu_step_bytes(build, limits), graph_bytes(build, limits), reserve)
     weights = weight_bytes(config, weight_format, dtype, place="cpu")
     return Demand(weights, cpu_step_bytes(config, limits, ITEM_BYTES[dtype]))
 
@@ -167,9 +149,9 @@ def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
     there are always tokens for every sequence, and for the longest prompt where it may not be split.
     """
     least = max(LEAST_TOKENS, limits.max_num_seqs, 0 if limits.chunked_prefill else limits.max_model_len)
-    while room < SHARE * build.step_bytes(limits):
+    while room < SHARE * gpu_step_bytes(build, limits):
         shorter = limits._replace(max_num_batched_tokens=limits.max_num_batched_tokens // 2)
-        saves_little = build.step_bytes(shorter) > 0.9 * build.step_bytes(limits)
+        saves_little = gpu_step_bytes(build, shorter) > 0.9 * gpu_step_bytes(build, limits)
         if shorter.max_num_batched_tokens < least or saves_little:
             break
         limits = shorter

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from qinfer.engine import budget, footprint, memory
-from qinfer.engine.activations import cpu_step_bytes
-from qinfer.engine.budget import Build, Demand, Space
+from qinfer.engine.activations import Build, cpu_step_bytes
+from qinfer.engine.budget import Demand, Space
 from qinfer.engine.footprint import Pages, WeightFormat
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits

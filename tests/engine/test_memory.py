@@ -8,10 +8,12 @@ import torch
 
 from qinfer.config import ModelConfig, RopeConfig
 from qinfer.engine import activations, budget, footprint, memory
-from qinfer.engine.budget import Build, Demand, Space
+from qinfer.engine.activations import Build, gpu_step_bytes
+from qinfer.engine.budget import Demand, Space
 from qinfer.engine.footprint import Pages, WeightFormat
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
+from qinfer.engine.plan import shapes
 from qinfer.engine.sizing import tensor_bytes
 from qinfer.errors import UserError
 from qinfer.kernels.panels import to_fragments, to_panels
@@ -249,23 +251,35 @@ def test_activations_follow_the_larger_of_layers_and_logits():
     dense = Build.unquantized(LLAMA_31_8B)
     tables = 3 * 256 * 8 * 8192 // 16
     layer = 5 * 4096 * 2 + 2 * 128 * 4 + 3 * 14336 * 2  # the stream, rotations, gate|up and their product
-    assert dense.step_bytes(limits(8192, 256)) == 8192 * layer + tables
-    few, more = (dense.step_bytes(limits(512, seqs)) for seqs in (256, 512))
+    assert gpu_step_bytes(dense, limits(8192, 256)) == 8192 * layer + tables
+    few, more = (gpu_step_bytes(dense, limits(512, seqs)) for seqs in (256, 512))
     assert more - few == 256 * 128256 * (2 + 4) - (activations.SLICE - 256 * 128256 * 2) + tables
     fp8, w4a16 = (dense._replace(weight_format=WeightFormat(name)) for name in ("w8a8-fp8", "w4a16"))
-    assert fp8.step_bytes(limits(8192, 256)) == dense.step_bytes(limits(8192, 256)) - 8192 * (4096 + 14336)
+    assert gpu_step_bytes(fp8, limits(8192, 256)) == gpu_step_bytes(dense, limits(8192, 256)) - 8192 * (
+        4096 + 14336
+    )
     widened = 2 * 14336 * 4096 * 2 - 2048 * 14336 * 2  # instead of the product, which comes later
-    assert w4a16.step_bytes(limits(2048, 256)) == dense.step_bytes(limits(2048, 256)) + widened
+    assert gpu_step_bytes(w4a16, limits(2048, 256)) == gpu_step_bytes(dense, limits(2048, 256)) + widened
     narrow = dense._replace(kv_cache_dtype="fp8")
-    assert narrow.step_bytes(limits(8192, 256)) == dense.step_bytes(limits(8192, 256))
-    assert dense.step_bytes(limits(1024, 8)) < activations.WIDE_PAGES < narrow.step_bytes(limits(1024, 8))
+    assert gpu_step_bytes(narrow, limits(8192, 256)) == gpu_step_bytes(dense, limits(8192, 256))
+    assert (
+        gpu_step_bytes(dense, limits(1024, 8))
+        < activations.WIDE_PAGES
+        < gpu_step_bytes(narrow, limits(1024, 8))
+    )
 
 
 def test_graphs_are_planned_by_number_and_largest():
-    limits = StepLimits(8192, 256, 8192, 16)
-    planned = activations.graph_bytes(LLAMA_31_8B, limits)
-    fewer = activations.graph_bytes(LLAMA_31_8B, limits._replace(max_num_seqs=128))
-    assert planned - fewer == 128 * (6 * 4096 + 3 * 14336) * 2 + 16 * 32 * activations.GRAPH_LAYER
+    build, limits = Build.unquantized(LLAMA_31_8B), StepLimits(8192, 256, 8192, 16)
+    captured = shapes(limits)
+    largest = captured[0].num_tokens
+    assert activations.graph_bytes(build, limits) == (
+        activations.layer_bytes(build, largest)
+        + largest * 4096 * 2
+        + len(captured) * 32 * activations.GRAPH_LAYER
+    )
+    short = activations.graph_bytes(build, limits._replace(max_num_batched_tokens=1024))
+    assert short < activations.graph_bytes(build, limits)  # which have a peak of their own
 
 
 def test_a_small_budget_makes_steps_shorter_and_never_below_what_must_run():
@@ -278,8 +292,10 @@ def test_a_small_budget_makes_steps_shorter_and_never_below_what_must_run():
     assert tokens(100 * GIB, few) == 8192
     for room in (20 * GIB, 9 * GIB):
         chosen = tokens(room, few)
-        assert dense.step_bytes(few._replace(max_num_batched_tokens=chosen)) <= room / activations.SHARE
-        assert dense.step_bytes(few._replace(max_num_batched_tokens=2 * chosen)) > room / activations.SHARE
+        assert gpu_step_bytes(dense, few._replace(max_num_batched_tokens=chosen)) <= room / activations.SHARE
+        assert (
+            gpu_step_bytes(dense, few._replace(max_num_batched_tokens=2 * chosen)) > room / activations.SHARE
+        )
     assert tokens(-GIB, few._replace(max_num_seqs=1, max_model_len=8192)) == 512
     assert tokens(0, few._replace(max_num_seqs=600)) == 4096  # below, 600 rows of logits are the peak
     assert tokens(0, few._replace(max_model_len=5000, chunked_prefill=False)) == 8192
