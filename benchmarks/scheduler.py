@@ -23,10 +23,11 @@ from typing import Any
 import torch
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
+from qinfer.engine.buffers import StepBuffers
 from qinfer.engine.engine import Engine
-from qinfer.engine.inputs import DecodeBuffers, Tables, step_arrays, step_inputs
+from qinfer.engine.inputs import Tables, step_arrays, step_inputs
 from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
-from qinfer.engine.plan import StepPlan, bucket
+from qinfer.engine.plan import StepPlan, shape_of
 from qinfer.engine.runner import Arriving, TokenIds
 from qinfer.engine.sampler import Draw
 from qinfer.model.decoder import load_decoder
@@ -44,15 +45,17 @@ class IdleRunner:
 
     def __init__(self, limits: StepLimits) -> None:
         self.tables = Tables(limits)
-        self.buffers = DecodeBuffers(self.tables, torch.device("cpu"))
-        self.size = limits.max_num_seqs
+        self.buffers = StepBuffers(self.tables, limits, torch.device("cpu"))
+        self.limits = limits
 
     def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
         arrays = step_arrays(plan, token_ids, self.tables)
-        if arrays.is_decode:
-            self.buffers.fill(arrays, draw, bucket(len(plan.chunks), self.size))
-        else:
+        num_tokens, num_seqs = len(arrays.token_ids), len(arrays.lanes)
+        shape = shape_of(num_tokens, num_seqs, self.limits, decodes=arrays.is_decode)
+        if shape is None:
             step_inputs(arrays, self.tables, draw, torch.device("cpu"))
+        else:
+            self.buffers.fill(arrays, draw, shape)
         return Arriving(torch.full((sum(chunk.sample for chunk in plan.chunks),), 65))
 
 

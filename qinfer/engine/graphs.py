@@ -2,8 +2,8 @@
 
 A step of few tokens takes little time on the device, and to launch its kernels one by one takes the host
 longer. A graph holds them all with their arguments. So its inputs lie at fixed places (`buffers.py`), and
-there is one graph for every padded shape (`plan.shapes`). Nothing in a step depends on lengths but contents of
-tensors: the attention's work is cut on the device.
+there is one graph for every padded shape (`plan.shapes`). Nothing in a step depends on lengths but contents
+of tensors: the attention's work is cut on the device.
 
 Graphs share one pool of memory, and the largest is captured first, so that the others find room in what it
 took: they never run at the same time. A graph ends with hidden states; logits and sampling follow by ordinary
@@ -47,10 +47,10 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     """Graphs of steps of some shapes, all if None; the runner's kernels must be compiled.
 
     `runner.graphs` is left as it was. The bytes are what the device's free memory lost: whoever asks for
-    some shapes only can tell from them what all will take. None, and said aloud, where a step of this model
-    has to wait for the device, which a graph cannot.
+    some shapes only can tell from them what all will take. None where the runner does not pad its steps.
     """
-    assert runner.buffers is not None
+    if runner.buffers is None:
+        return None
     of = shapes(runner.limits) if of is None else of
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
@@ -59,8 +59,6 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
     pool = torch.cuda.graph_pool_handle()
     with torch.inference_mode():
-        if not _never_waits(runner, min(of)):
-            return None
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
             inputs = runner.buffers.inputs(shape)
             runner.forward(inputs)  # whatever is made at first use is made outside
@@ -72,11 +70,14 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     return StepGraphs(graphs, hidden, num_bytes)
 
 
-def _never_waits(runner: Runner, shape: Shape) -> bool:
-    """Tries a step in torch's mode in which an operation that waits for the device raises."""
+def never_waits(runner: Runner) -> bool:
+    """Tries a padded step in torch's mode in which an operation that waits for the device raises.
+
+    False, and said aloud, where a step of this model waits, which no graph can: some op has no kernel for it.
+    """
     assert runner.buffers is not None
-    inputs = runner.buffers.inputs(shape)
-    runner.forward(inputs)
+    inputs = runner.buffers.inputs(min(shapes(runner.limits)))
+    runner.forward(inputs)  # what is made at first use may wait
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

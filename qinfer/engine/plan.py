@@ -6,7 +6,8 @@ from typing import NamedTuple
 from qinfer.engine.options import StepLimits
 
 _FINE, _COARSE, _FINE_UP_TO = 8, 16, 256  # steps between sizes of decode steps
-_MIXED, _MIXED_UP_TO = 64, 1024  # tokens of steps with prompts; longer ones take the device longer than the host
+_MIXED, _MIXED_UP_TO = 64, 1024  # tokens of steps with prompts; longer ones keep a device busy anyway
+_FEW = 16  # sequences of the smaller of their shapes
 
 
 class Chunk(NamedTuple):
@@ -32,7 +33,7 @@ class StepPlan(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """To what a step is padded."""
+    """To what a step is padded: as many tokens as sequences in decode, else more."""
 
     num_tokens: int
     num_seqs: int
@@ -41,20 +42,33 @@ class Shape(NamedTuple):
 def shape_of(num_tokens: int, num_seqs: int, limits: StepLimits, *, decodes: bool) -> Shape | None:
     """Of a step of so many tokens, which `decodes` one token of each sequence or not; None: not padded."""
     if decodes:
-        return Shape(*[bucket(num_seqs, limits.max_num_seqs)] * 2)
-    padded = -(-num_tokens // _MIXED) * _MIXED
-    return Shape(padded, limits.max_num_seqs) if padded <= _mixed_up_to(limits) else None
+        size = bucket(num_seqs, limits.max_num_seqs)
+        return Shape(size, size)
+    room = next(room for room in _rooms(limits) if num_seqs <= room)
+    padded = _rounded_up(max(num_tokens, room + 1))
+    return Shape(padded, room) if padded <= _mixed_up_to(limits) else None
 
 
 def shapes(limits: StepLimits) -> list[Shape]:
     """All shapes of padded steps, the largest first."""
-    mixed = range(_MIXED, _mixed_up_to(limits) + 1, _MIXED)
-    found = [Shape(num_tokens, limits.max_num_seqs) for num_tokens in mixed]
-    return sorted([*found, *(Shape(n, n) for n in buckets(limits.max_num_seqs))], reverse=True)
+    found = [Shape(size, size) for size in buckets(limits.max_num_seqs)]
+    for room in _rooms(limits):
+        sizes = range(_rounded_up(room + 1), _mixed_up_to(limits) + 1, _MIXED)
+        found += [Shape(num_tokens, room) for num_tokens in sizes]
+    return sorted(found, reverse=True)
+
+
+def _rooms(limits: StepLimits) -> list[int]:
+    """For how many sequences steps with prompts have room."""
+    return sorted({min(_FEW, limits.max_num_seqs), limits.max_num_seqs})
 
 
 def _mixed_up_to(limits: StepLimits) -> int:
-    return min(_MIXED_UP_TO, -(-limits.max_num_batched_tokens // _MIXED) * _MIXED)
+    return min(_MIXED_UP_TO, _rounded_up(limits.max_num_batched_tokens // 4))  # they keep their peak besides
+
+
+def _rounded_up(num_tokens: int) -> int:
+    return -(-num_tokens // _MIXED) * _MIXED
 
 
 def bucket(count: int, largest: int) -> int:

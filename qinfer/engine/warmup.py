@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import torch
 
 from qinfer import backend, ops
-from qinfer.engine.graphs import capture
+from qinfer.engine.graphs import capture, never_waits
 from qinfer.engine.options import StepLimits
-from qinfer.engine.plan import Chunk, StepPlan
+from qinfer.engine.plan import Chunk, StepPlan, shapes
 from qinfer.engine.runner import Runner
 
 
@@ -26,8 +26,14 @@ def make_ready(runner: Runner, *, eager: bool) -> None:
 
 
 def compile_kernels(runner: Runner) -> None:
-    """Compiles the kernels of every step within the runner's limits."""
+    """Compiles the kernels of every step within the runner's limits, which pads none if its model waits."""
+    assert runner.buffers is not None
     with backend.compiling_ahead():
+        if never_waits(runner):
+            for shape in shapes(runner.limits):
+                runner.forward(runner.buffers.inputs(shape))
+        else:
+            runner.buffers = None
         for plan in plans(runner.limits):
             ids = {chunk.seq_id: [0] * chunk.stop for chunk in plan.chunks}
             logits = runner.run(plan, ids).logits

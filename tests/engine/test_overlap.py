@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qinfer.engine.buffers import StepBuffers
 from qinfer.engine.engine import Engine
-from qinfer.engine.inputs import DecodeBuffers
-from qinfer.engine.options import EngineOptions
-from qinfer.engine.plan import bucket, buckets
+from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.engine.plan import Shape, bucket, buckets, shape_of, shapes
 from qinfer.engine.runner import Runner
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ def test_a_padded_step_that_was_launched_ahead_has_the_same_tokens(
     runner = ahead.runner
     assert isinstance(runner, Runner)
     runner.overlaps = True
-    runner.buffers = DecodeBuffers(runner._tables, decoder.device)
+    runner.buffers = StepBuffers(runner._tables, runner.limits, decoder.device)
     monkeypatch.setattr("qinfer.backend.runs_kernels", lambda: True)
     for layer in runner.pool.layers:
         layer.k.fill_(float("nan"))
@@ -158,6 +158,25 @@ def test_sizes_of_padded_steps() -> None:
     assert buckets(300)[-5:] == [16, 8, 4, 2, 1]
     for count in range(1, 301):
         assert count <= bucket(count, 300) < count + 16
+
+
+@pytest.mark.parametrize(("max_num_seqs", "longest"), [(1, 1), (12, 100), (256, 8192), (1024, 8192)])
+def test_every_small_step_has_a_shape_that_holds_it(max_num_seqs: int, longest: int) -> None:
+    limits = StepLimits(4096, max_num_seqs, longest, 64)
+    known = shapes(limits)
+    assert known == sorted(set(known), reverse=True)
+    for num_seqs in {1, 2, 16, 17, max_num_seqs} & set(range(max_num_seqs + 1)):
+        size = bucket(num_seqs, max_num_seqs)
+        assert shape_of(num_seqs, num_seqs, limits, decodes=True) == Shape(size, size)
+        assert Shape(size, size) in known
+        for num_tokens in range(num_seqs, longest + 1, 37):
+            shape = shape_of(num_tokens, num_seqs, limits, decodes=False)
+            if shape is None:
+                assert num_tokens > min(1024, longest // 4) - 64 or num_seqs > 16
+                continue
+            assert shape in known
+            assert shape.num_tokens >= num_tokens
+            assert shape.num_tokens > shape.num_seqs >= num_seqs
 
 
 def test_the_next_plan_is_made_before_the_tokens_are_known(engine_of: Callable[..., Engine]) -> None:

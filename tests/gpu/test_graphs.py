@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from qinfer.engine.graphs import DecodeGraphs
-from qinfer.engine.plan import buckets
+from qinfer.engine.graphs import StepGraphs
+from qinfer.engine.plan import Shape, buckets, shapes
 from qinfer.llm import LLM
 from qinfer.sampling_params import SamplingParams
 from qinfer.testing import tiny_model
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 12,
-    "max_num_batched_tokens": 128,
+    "max_num_batched_tokens": 192,
     "num_kv_blocks": 64,
     "allow_ungated": True,
 }
@@ -84,25 +84,27 @@ def test_same_bits_with_and_without_graphs_and_overlap(
 def test_every_size_is_captured_and_decode_steps_are_replayed(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    replayed: list[int] = []
-    replay = DecodeGraphs.replay
+    replayed: list[Shape] = []
+    replay = StepGraphs.replay
 
-    def noted(self: DecodeGraphs, size: int) -> torch.Tensor:
-        replayed.append(size)
-        return replay(self, size)
+    def noted(self: StepGraphs, shape: Shape) -> torch.Tensor:
+        replayed.append(shape)
+        return replay(self, shape)
 
-    monkeypatch.setattr(DecodeGraphs, "replay", noted)
+    monkeypatch.setattr(StepGraphs, "replay", noted)
     llm = make()
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     assert graphs.num_bytes > 0
-    assert list(graphs._graphs) == buckets(12) == [12, 8, 4, 2, 1]
+    assert list(graphs._graphs) == shapes(llm.engine.limits)
+    assert {Shape(n, n) for n in (12, 8, 4, 2, 1)} | {Shape(64, 12)} == set(graphs._graphs)
     for count in (1, 2, 3, 5, 9):
         replayed.clear()
         outputs = llm.generate(PROMPTS[:count], GREEDY, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
-        assert set(replayed) >= {next(size for size in buckets(12)[::-1] if size >= count)}
-        assert len(replayed) >= 30
+        size = next(size for size in buckets(12)[::-1] if size >= count)
+        assert replayed[0].num_seqs == 12  # the prompts
+        assert replayed.count(Shape(size, size)) >= 30
 
 
 def test_same_tokens_alone_cold_warm_and_preempted_in_float32(make: Callable[..., LLM]) -> None:

@@ -1,0 +1,88 @@
+"""Where the tensors of padded steps lie: steps of one shape differ by their contents only.
+
+So one CUDA graph can be captured for each shape (`plan.shapes`). A decode step's shape is a number of
+sequences, each with one row; a padded one has length zero. A step with prompts has the shape of its number of
+tokens and has room for all sequences; padded ones have no rows, and padded rows no sequence. Either way
+padding reads no page and writes to page 0, which nobody has; what comes out of padded rows may be anything.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qinfer import ops
+from qinfer.engine.inputs import Ints, StepArrays, StepInputs, Tables
+from qinfer.engine.options import StepLimits
+from qinfer.engine.plan import Shape, shapes
+from qinfer.engine.sampler import Draw
+
+_BY_TOKEN, _BY_SEQUENCE = 4, 8  # rows of numbers
+
+
+class StepBuffers:
+    """Tensors for steps of all shapes, one at a time; what a step needs arrives in one copy."""
+
+    def __init__(self, tables: Tables, limits: StepLimits, device: torch.device) -> None:
+        num_lanes, max_pages = tables.pages.shape
+        longest = max(shapes(limits)).num_tokens
+        self._tables = tables
+        # rows of even lengths, so that all begin at multiples of 16 bytes
+        self._widths = longest + longest % 2, num_lanes + num_lanes % 2
+        fixed = _BY_TOKEN * self._widths[0] + _BY_SEQUENCE * self._widths[1]
+        self._arriving = torch.zeros(fixed + num_lanes * max_pages, dtype=torch.int64, device=device)
+        self._table = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
+        self._fixed = fixed
+
+    def inputs(self, shape: Shape, num_sampled: int | None = None, *, drawn: bool = False) -> StepInputs:
+        """The tensors of a step of that shape; `num_sampled` rows are to be sampled, None: all."""
+        by_token, by_sequence = self._parts(self._arriving)
+        token_ids, positions, slots, lanes = by_token[:, : shape.num_tokens]
+        seq_lens, query_starts, sample_rows, *_ = by_sequence
+        batch = ops.PagedBatch(
+            self._table[: shape.num_seqs], seq_lens[: shape.num_seqs], query_starts[: shape.num_seqs + 1]
+        )
+        rows = None if num_sampled is None else sample_rows[:num_sampled]
+        num_drawn = shape.num_tokens if num_sampled is None else num_sampled
+        draw = by_sequence[3:, :num_drawn].view(torch.float64) if drawn else None
+        return StepInputs(token_ids, positions, slots, batch, lanes, rows, draw)
+
+    def fill(self, arrays: StepArrays, draw: Draw | None, shape: Shape) -> StepInputs:
+        """Copies a step over without waiting, padded to `shape`."""
+        count, width = len(arrays.lanes), arrays.width
+        size = self._fixed + shape.num_seqs * width
+        pinned = torch.empty(size, dtype=torch.int64, pin_memory=self._arriving.is_cuda)
+        self._write(pinned, arrays, draw)
+        table = pinned[self._fixed :].numpy().reshape(-1, width)
+        table[:count] = self._tables.pages[arrays.lanes, :width]
+        table[count:] = 0
+        self._arriving[:size].copy_(pinned, non_blocking=True)
+        self._table[: shape.num_seqs, :width].copy_(self._arriving[self._fixed : size].view(-1, width))
+        num_sampled = None if arrays.is_decode else len(arrays.sample_rows)
+        return self.inputs(shape, num_sampled, drawn=draw is not None)
+
+    def _write(self, pinned: Tensor, arrays: StepArrays, draw: Draw | None) -> None:
+        by_token, by_sequence = (part.numpy() for part in self._parts(pinned))
+        count = len(arrays.lanes)
+        rows: tuple[Ints, ...] = arrays.token_ids, arrays.positions, arrays.slots, arrays.row_lanes
+        for target, source in zip(by_token, rows, strict=True):
+            target[: len(source)] = source
+            target[len(source) :] = 0
+        by_token[3, len(arrays.token_ids) :] = len(self._tables.pages) - 1  # nobody's lane
+        by_sequence[:] = 0
+        by_sequence[0, :count] = arrays.seq_lens
+        if arrays.is_decode:
+            by_sequence[1] = np.arange(self._widths[1])
+        else:
+            by_sequence[1, : count + 1] = arrays.query_starts
+            by_sequence[1, count + 1 :] = arrays.query_starts[-1]
+            by_sequence[2, : len(arrays.sample_rows)] = arrays.sample_rows
+        if draw is not None:
+            by_sequence[3:, : draw.rows.shape[1]] = draw.rows.view(np.int64)
+
+    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """The beginning of `numbers` as [4, tokens] and [8, sequences + 1]."""
+        middle = _BY_TOKEN * self._widths[0]
+        by_sequence = numbers[middle : self._fixed].view(_BY_SEQUENCE, -1)
+        return numbers[:middle].view(_BY_TOKEN, -1), by_sequence
