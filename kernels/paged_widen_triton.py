@@ -26,8 +26,9 @@ from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.paged_plan_triton import RowPlan
 from qinfer.kernels.paged_walk_triton import sequence_of
 
-# scratch for so many tokens in so many bytes of K and V together, or what the rows of a step themselves need
-SCRATCH_TOKENS, SCRATCH_BYTES = 32768, 128 << 20
+# Scratch for so many tokens, so many per row (a token that few rows read is as well read as it is), and in so
+# many bytes of K and V together; but for no less than the rows of a step themselves need.
+SCRATCH_TOKENS, TOKENS_PER_ROW, SCRATCH_BYTES = 32768, 20, 128 << 20
 TILE = 64  # tokens at a time
 
 
@@ -44,7 +45,8 @@ def widened(pages: KVPages, plan: RowPlan, num_rows: int, dtype: torch.dtype, nu
     num_kv_heads, page_size, dim = pages.k.shape[1:]
     table, num_seqs = plan.batch.page_table, len(plan.batch.seq_lens)
     page_bytes = 2 * num_kv_heads * page_size * dim * dtype.itemsize
-    most_pages = min(SCRATCH_TOKENS // page_size, SCRATCH_BYTES // page_bytes)
+    tokens = min(SCRATCH_TOKENS, TOKENS_PER_ROW * num_rows)
+    most_pages = min(tokens // page_size, SCRATCH_BYTES // page_bytes)
     # each sequence may fill its last page with a single row
     most_pages = max(most_pages, num_rows // page_size + num_seqs)
     k, v = (
