@@ -151,7 +151,7 @@ class Runner:
     def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
         """As `run`, and chooses the tokens; nothing waits for the device."""
         hidden, inputs = self._hidden(plan, token_ids, draw)
-        logits = self._sampled_logits(hidden, inputs)
+        logits = self._sampled_logits(hidden, inputs, to_compare=draw is None)
         ids = choose(logits, inputs.draw, limited=draw is not None and draw.limited)
         lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
         self._last.index_copy_(0, lanes, ids.clamp(min=0))
@@ -182,6 +182,7 @@ class Runner:
         inputs = self.buffers.fill(arrays, draw, shape)
         return self.forward(inputs) if self.graphs is None else self.graphs.replay(shape), inputs
 
-    def _sampled_logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
+    def _sampled_logits(self, hidden: Tensor, inputs: StepInputs, *, to_compare: bool = False) -> Tensor:
         """Of a decode step's padded rows too."""
-        return self.decoder.logits(hidden if inputs.sample_rows is None else hidden[inputs.sample_rows])
+        rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
+        return self.decoder.logits(rows, to_compare=to_compare)

@@ -36,8 +36,10 @@ def compile_kernels(runner: Runner) -> None:
             runner.buffers = None
         for plan in plans(runner.limits):
             ids = {chunk.seq_id: [0] * chunk.stop for chunk in plan.chunks}
-            logits = runner.run(plan, ids).logits
-            _ask_for_tokens(logits)
+            out = runner.run(plan, ids)
+            _ask_for_tokens(out.logits)
+            if runner.decoder.dtype != out.logits.dtype:
+                ops.greedy(out.logits.to(runner.decoder.dtype))
 
 
 def plans(limits: StepLimits) -> Iterator[StepPlan]:

@@ -174,12 +174,18 @@ class Decoder:
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         return ops.add_rms_norm(x, hidden, self.norm, eps, offset=offset, multiplier=multiplier)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normed hidden states [rows, H] -> [rows, V] float32."""
+    def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
+        """Normed hidden states [rows, H] -> [rows, V] float32, or of the model's dtype if only `to_compare`.
+
+        The greatest of a row is the same then, without a pass over all logits to widen them.
+        """
         config = self.config
-        logits = self.head(hidden).float()
+        logits = self.head(hidden)
         if logits.shape[1] > config.vocab_size:
             logits = logits[:, : config.vocab_size].contiguous()
+        if to_compare and config.logits_divisor == 1.0 and config.logits_softcap is None:
+            return logits
+        logits = logits.float()
         if config.logits_divisor != 1.0:
             logits = logits / config.logits_divisor
         if config.logits_softcap is not None:

@@ -103,7 +103,7 @@ def test_every_size_is_captured_and_decode_steps_are_replayed(
         outputs = llm.generate(PROMPTS[:count], GREEDY, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 40 for output in outputs)
         size = next(size for size in buckets(12)[::-1] if size >= count)
-        assert replayed[0].num_seqs == 12  # the prompts
+        assert (Shape(64, 12) in replayed) == (count in (2, 3))  # short prompts, but one token is decode
         assert replayed.count(Shape(size, size)) >= 30
 
 
