@@ -158,3 +158,13 @@ def test_requests_that_look_back_among_others(make: Callable[..., LLM]) -> None:
         alone = llm.generate([PROMPTS[i]], params[i], use_tqdm=False)[0].outputs[0]
         assert list(alone.token_ids) == together[i]
         assert alone.logprobs is None or len(alone.logprobs) == 12
+
+
+def test_a_model_whose_steps_wait_runs_without_graphs(
+    make: Callable[..., LLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Attention has no kernel for float32 queries over bfloat16 pages, and its meaning reads lengths."""
+    llm = make("qwen3", "float32", kv_cache_dtype="bfloat16")
+    assert "no CUDA graphs" in caplog.text
+    assert (llm.engine.runner.graphs, llm.engine.runner.buffers) == (None, None)
+    assert all(len(ids) == 40 for ids in tokens(llm))
