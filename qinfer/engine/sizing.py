@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qinfer import backend
 from qinfer.engine import budget, footprint, memory
-from qinfer.engine.activations import Build, cpu_step_bytes
+from qinfer.engine.activations import Build, cpu_step_bytes, gpu_step_bytes
 from qinfer.engine.budget import Demand, Space
 from qinfer.engine.footprint import Pages, WeightFormat
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits
-from qinfer.engine.profile import measure_use
+from qinfer.engine.profile import StepUse, measure_use
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
@@ -57,7 +58,7 @@ def size_pool(
     if space.on_gpu:
         if num_pages is None or options.memory is not None:
             limits = _fitting(build, options, limits, space, weights)
-        use = measure_use(decoder, options, limits, kv_cache_dtype)
+        use = _use_of_gpu(decoder, build, options, limits)
         demand = Demand(weights, *use, budget.gpu_reserve(page))
     else:
         demand = Demand(weights, cpu_step_bytes(config, limits, decoder.dtype.itemsize))
@@ -127,6 +128,16 @@ def _planned(decoder: Decoder, build: Build, limits: StepLimits, ledger: Ledger)
         return memory.plan(ledger.label, ledger.budget, demand, page, ledger.max_model_len)
     except UserError:
         return None
+
+
+def _use_of_gpu(decoder: Decoder, build: Build, options: EngineOptions, limits: StepLimits) -> StepUse:
+    """What steps and graphs take: measured, or where both twins of every op run, twice what is planned.
+
+    In the step that is measured sequences share a page, for which the twins would be called different.
+    """
+    if backend.settings().check:
+        return StepUse(2 * gpu_step_bytes(build, limits), 0)
+    return measure_use(decoder, options, limits, build.kv_cache_dtype)
 
 
 def _say_if_shorter(limits: StepLimits, ledger: Ledger) -> None:
