@@ -1,7 +1,8 @@
-"""What both answers, of completions and of chat, are made of: requests to the engine, chunks, token counts.
+"""What all answers that are generated are made of: requests to the engine, events, token counts.
 
 A route makes an `Answer` once the prompts are tokens. Streamed or not, the engine's outputs run through
-`outputs`; streamed, `chunks` says what each adds; whole, `body` reads the last ones.
+`outputs`; streamed, `events` says what each adds; whole, `text` reads the last ones. Completions and chat
+stream in chunks of one form: a `ChunkedAnswer`.
 """
 
 from __future__ import annotations
@@ -47,25 +48,25 @@ class Answer(ABC):
         self.latest: list[RequestOutput | None] = [None] * len(work)
 
     @abstractmethod
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
-        """What a stream says now that prompt number `prompt` has this output."""
+    def events(self) -> AsyncGenerator[str, None]:
+        """The stream's events as `ended` wants them."""
 
     @abstractmethod
-    def usage_chunk(self, usage: Usage) -> Body:
-        """The chunk without choices that ends a stream with token counts."""
-
-    @abstractmethod
-    def body(self) -> Body:
-        """The whole answer, once every prompt has finished."""
+    def text(self) -> str:
+        """The whole answer as JSON, once every prompt has finished."""
 
     async def respond(self) -> Response:
         """The HTTP answer; a stream begins with the engine's first output, so earlier faults are HTTP's."""
         if self.request.stream:
-            events = ended_in_order(await after_first(self.events()))
+            events = self.ended(await after_first(self.events()))
             return EventStream(events, keep_alive=self.state.options.keep_alive_seconds)
         async for _ in self.outputs():
             pass
-        return Response(self.body().json_text(), media_type="application/json")
+        return Response(self.text(), media_type="application/json")
+
+    def ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """The events with what ends a stream, well or not."""
+        return ended_in_order(events)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt, output) as they come; closing this aborts what still runs."""
@@ -85,6 +86,30 @@ class Answer(ABC):
                 self.latest[index] = output
                 yield index, output
 
+    def usage(self) -> Usage:
+        """Token counts so far."""
+        return usage_of([output for output in self.latest if output is not None], generated=self.generated)
+
+
+class ChunkedAnswer(Answer):
+    """An answer of choices, streamed in chunks of them."""
+
+    @abstractmethod
+    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
+        """What a stream says now that prompt number `prompt` has this output."""
+
+    @abstractmethod
+    def usage_chunk(self, usage: Usage) -> Body:
+        """The chunk without choices that ends a stream with token counts."""
+
+    @abstractmethod
+    def body(self) -> Body:
+        """The whole answer, once every prompt has finished."""
+
+    def text(self) -> str:
+        """As JSON."""
+        return self.body().json_text()
+
     async def events(self) -> AsyncGenerator[str, None]:
         """The stream's events, without the last `[DONE]`."""
         async with aclosing(self.outputs()) as outputs:
@@ -93,10 +118,6 @@ class Answer(ABC):
                     yield "".join(event(chunk.json_text()) for chunk in chunks)
         if self.request.include_usage or self.state.options.force_usage:
             yield event(self.usage_chunk(self.usage()).json_text())
-
-    def usage(self) -> Usage:
-        """Token counts so far."""
-        return usage_of([output for output in self.latest if output is not None], generated=self.generated)
 
     def usage_field(self) -> dict[str, Usage]:
         """`usage` for a chunk: only where the client wants it in every one."""

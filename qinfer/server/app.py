@@ -17,13 +17,15 @@ from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import chat, completions, errors, tokens
+from qinfer.server import chat, completions, errors, responses, tokens
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.exposition import make_registry
 from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import CompletionRequest
+from qinfer.server.response_store import ResponseStore
+from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
 from qinfer.server.tokens import DetokenizeRequest, TokenizeRequest
@@ -44,6 +46,7 @@ def build_app(
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
     app.include_router(_openai_routes(state))
+    app.include_router(_response_routes(state))
     app.include_router(_token_routes(state))
     app.include_router(_operator_routes(state, metrics))
     _add_layers(app, state, metrics)
@@ -88,6 +91,31 @@ def _openai_routes(state: ServerState) -> APIRouter:
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         answer = chat.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
+
+    return router
+
+
+def _response_routes(state: ServerState) -> APIRouter:
+    router = APIRouter(prefix="/v1/responses")
+    store = ResponseStore()
+
+    @router.post("", response_class=Response)
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        return await while_connected(request, responses.answer(state, store, body))
+
+    @router.get("/{response_id}", response_class=Response)
+    async def retrieve(response_id: str) -> Response:
+        return JSONResponse(store.get(response_id).body)
+
+    @router.delete("/{response_id}", response_class=Response)
+    async def delete(response_id: str) -> Response:
+        store.delete(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    @router.post("/{response_id}/cancel", response_class=Response)
+    async def cancel(response_id: str) -> Response:
+        store.get(response_id)
+        return errors.Failure(400, "only a response in the background can be cancelled").response()
 
     return router
 

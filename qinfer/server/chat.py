@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.server.answer import Answer, Work
+from qinfer.server.answer import ChunkedAnswer, Work
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.conversation import prompt_of
 from qinfer.server.deltas import Delta, Progress
@@ -30,11 +30,12 @@ ROLE = "assistant"
 async def answer(state: ServerState, request: ChatRequest, request_id: str) -> Response:
     """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
     state.admit(request)
-    work = await asyncio.to_thread(_work, state, request)  # a long prompt must not hold up every stream
+    work = await asyncio.to_thread(work_of, state, request)  # a long prompt must not hold up every stream
     return await ChatAnswer(state, request, f"chatcmpl-{request.request_id or request_id}", [work]).respond()
 
 
-def _work(state: ServerState, request: ChatRequest) -> Work:
+def work_of(state: ServerState, request: ChatRequest) -> Work:
+    """What the engine is to do; raises UserError or ApiError for what cannot be done."""
     engine = state.engine
     special = request.add_special_tokens is True
     token_ids = prompt_of(state, request, keep=request.truncate_prompt_tokens, add_special_tokens=special)
@@ -45,7 +46,14 @@ def _work(state: ServerState, request: ChatRequest) -> Work:
     return Work(token_ids, None, params)
 
 
-class ChatAnswer(Answer):
+def turn_of(state: ServerState, request: ChatRequest) -> Turn:
+    """Reads one choice; ApiError where nobody knows how this model calls tools."""
+    reader = reader_of(request.tools or (), request.choice, state.tool_parser)
+    named = isinstance(request.choice, NamedChoice)
+    return Turn(reader, parallel=request.parallel, ends_by_calls=not named)
+
+
+class ChatAnswer(ChunkedAnswer):
     """A chat completion as it grows."""
 
     request: ChatRequest
@@ -55,7 +63,7 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(state, request, answer_id, work)
         self._progress: dict[int, Progress] = {}
-        self._turns = [self._turn() for _ in range(work[0].params.n)]
+        self._turns = [turn_of(state, request) for _ in range(work[0].params.n)]
         self._num_finished = 0
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
@@ -91,12 +99,6 @@ class ChatAnswer(Answer):
         if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
             more["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return self._chat("chat.completion", choices, more)
-
-    def _turn(self) -> Turn:
-        request, choice = self.request, self.request.choice
-        reader = reader_of(request.tools or (), choice, self.state.tool_parser)
-        named = isinstance(choice, NamedChoice)
-        return Turn(reader, parallel=request.parallel, ends_by_calls=not named)
 
     def _take(self, completion: CompletionOutput) -> Delta | None:
         interval = self.request.stream_interval or 1

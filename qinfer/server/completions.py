@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from qinfer.detokenizer import Detokenizer
 from qinfer.outputs import CompletionOutput, RequestOutput, SampleLogprobs
-from qinfer.server.answer import Answer, Work, encoded, truncated
+from qinfer.server.answer import ChunkedAnswer, Work, encoded, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
 from qinfer.server.logprobs import CompletionLogprobWriter, prompt_logprobs
@@ -56,7 +56,7 @@ def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]
     return Work(kept, text if len(kept) == len(token_ids) else None, params)
 
 
-class CompletionAnswer(Answer):
+class CompletionAnswer(ChunkedAnswer):
     """A completion as it grows."""
 
     request: CompletionRequest

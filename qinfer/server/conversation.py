@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qinfer.server.answer import encoded, truncated
-from qinfer.server.chat_protocol import Conversation
+from qinfer.server.chat_protocol import Conversation, Message
 from qinfer.server.errors import ApiError
 from qinfer.server.state import ServerState
 
@@ -33,14 +33,23 @@ def rendered(state: ServerState, talk: Conversation) -> str:
     """The prompt's text; ApiError or UserError for what the template, or the operator, refuses."""
     if talk.chat_template is not None and not state.options.trust_request_chat_template:
         raise ApiError(400, "chat_template in a request is refused: a template is a program", "chat_template")
+    template = talk.chat_template or str(state.engine.tokenizer.hf.chat_template)
+    knows_developer = "developer" in template  # others would write the role's name, or leave the turn out
     return state.engine.tokenizer.render_chat(
-        [message.for_template() for message in talk.messages],
+        [_turn(message, knows_developer=knows_developer) for message in talk.messages],
         add_generation_prompt=talk.add_generation_prompt,
         continue_final_message=talk.continue_final_message,
         tools=talk.offered_tools(),
         chat_template=talk.chat_template,
         **_template_variables(talk),
     )
+
+
+def _turn(message: Message, *, knows_developer: bool) -> dict[str, Any]:
+    turn = message.for_template()
+    if turn["role"] == "developer" and not knows_developer:
+        turn["role"] = "system"
+    return turn
 
 
 def _template_variables(talk: Conversation) -> dict[str, Any]:
