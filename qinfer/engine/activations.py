@@ -19,7 +19,7 @@ MIB = 1 << 20
 # On a GPU, in bytes; measured on an H200 with torch 2.11
 RUNTIME = 736 * MIB  # CUDA's context (527), libraries and kernels, and what the allocator cannot use
 SLICE = 104 * MIB  # copies of a slice of logits, for penalties or log-probabilities
-WIDE_PAGES = 128 * MIB  # 8-bit pages of a step's chunks, widened
+WIDE_TOKENS, WIDE_PER_ROW, WIDE_BYTES = 32768, 20, 128 * MIB  # 8-bit pages of a step's chunks, widened
 GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
 WIDENED_ABOVE = {"w4a16": 1024, "w8a16-int8": 2048}  # tokens for which a weight is widened
 LEAST_TOKENS = 512  # of a step, below which a GPU's products are no longer efficient
@@ -66,8 +66,15 @@ def layer_bytes(build: Build, tokens: int) -> int:
     stream = tokens * (hidden * (4 * item + code) + 2 * config.head_dim * 4)
     mlp = tokens * inner * 2 * item + max(tokens * inner * code, widened)
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    attention = tokens * heads * item + (0 if build.kv_cache_dtype in ITEM_BYTES else WIDE_PAGES)
+    attention = tokens * heads * item + _wide_pages(build, tokens)
     return stream + max(mlp, attention)
+
+
+def _wide_pages(build: Build, tokens: int) -> int:
+    if build.kv_cache_dtype in ITEM_BYTES:
+        return 0
+    token = 2 * build.config.num_kv_heads * build.config.head_dim * ITEM_BYTES[build.dtype]
+    return max(min(WIDE_BYTES, min(WIDE_TOKENS, WIDE_PER_ROW * tokens) * token), tokens * token)
 
 
 def gpu_step_bytes(build: Build, limits: StepLimits) -> int:

@@ -12,7 +12,6 @@ launches, because what is asked for differs from step to step, and logits of eve
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -25,8 +24,6 @@ from qinfer.engine.plan import Shape, shapes
 
 if TYPE_CHECKING:
     from qinfer.engine.runner import Runner
-
-logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
@@ -70,10 +67,10 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     return StepGraphs(graphs, hidden, num_bytes)
 
 
-def never_waits(runner: Runner) -> bool:
+def why_it_waits(runner: Runner) -> str | None:
     """Tries a padded step in torch's mode in which an operation that waits for the device raises.
 
-    False, and said aloud, where a step of this model waits, which no graph can: some op has no kernel for it.
+    None where nothing waits. What waits cannot be captured: some op has no kernel for this model.
     """
     assert runner.buffers is not None
     inputs = runner.buffers.inputs(min(shapes(runner.limits)))
@@ -85,11 +82,10 @@ def never_waits(runner: Runner) -> bool:
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
-        logger.warning("no CUDA graphs: a step of this model waits for the device (%s)", error)
-        return False
+        return str(error)
     finally:
         torch.cuda.set_sync_debug_mode(before)
-    return True
+    return None
 
 
 def _free_memory(device: torch.device) -> int:

@@ -8,20 +8,31 @@ nothing is computed by kernels (`backend.compiling_ahead`) and nothing is stored
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import torch
 
 from qinfer import backend, ops
-from qinfer.engine.graphs import capture, never_waits
+from qinfer.engine.graphs import capture, why_it_waits
 from qinfer.engine.options import StepLimits
 from qinfer.engine.plan import Chunk, StepPlan, shapes
 from qinfer.engine.runner import Runner
 
+logger = logging.getLogger(__name__)
+
 
 def make_ready(runner: Runner, *, eager: bool) -> None:
-    """Captures the graphs of a runner whose kernels are compiled; none where `eager` or ops run meanings."""
-    if not eager and runner.decoder.device.type != "cpu" and backend.runs_kernels():
+    """Captures the graphs of a runner whose kernels are compiled; none where `eager` or ops run meanings.
+
+    Where a step of this model waits for the device, that is said, and steps are neither captured nor padded.
+    """
+    if runner.decoder.device.type == "cpu" or not backend.runs_kernels():
+        return
+    if (reason := why_it_waits(runner)) is not None:
+        logger.warning("no CUDA graphs: a step of this model waits for the device (%s)", reason)
+        runner.buffers = None
+    elif not eager:
         runner.graphs = capture(runner)
 
 
@@ -29,7 +40,7 @@ def compile_kernels(runner: Runner) -> None:
     """Compiles the kernels of every step within the runner's limits, which pads none if its model waits."""
     assert runner.buffers is not None
     with backend.compiling_ahead():
-        if never_waits(runner):
+        if why_it_waits(runner) is None:
             for shape in shapes(runner.limits):
                 runner.forward(runner.buffers.inputs(shape))
         else:
