@@ -123,8 +123,8 @@ class Driver:
         for answer in output.outputs:
             if len(answer.token_ids) < request.output_len:  # nothing may stop it: the engine broke
                 raise RuntimeError(
-                    f"{output.request_id} ended ({answer.finish_reason}) after {len(answer.token_ids)} tokens "
-                    f"of {request.output_len}"
+                    f"{output.request_id} ended ({answer.finish_reason}) after {len(answer.token_ids)} of "
+                    f"{request.output_len} tokens"
                 )
         cached = min(output.num_cached_tokens or 0, len(request.prompt) - 1)
         return Work(len(request.prompt), request.output_len, self._params.n, cached)
