@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qinfer import backend, ops
 from qinfer.checkpoint.checkpoint import open_checkpoint
-from qinfer.engine import runner
+from qinfer.engine import inputs
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
 from qinfer.model.decoder import Decoder, load_decoder
@@ -51,7 +51,7 @@ def mapped(value: Any, as_class: type[Tensor]) -> Any:
 def claimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Makes steps and weights claim to be on a GPU; the names of the ops that asked for a twin."""
     asked: list[str] = []
-    run, to_device = backend._run, runner._on_device
+    run, to_device = backend._run, inputs._on_device
 
     def plainly(meaning: Callable[..., Any], rehearse: Any, args: Any, kwargs: Any) -> Any:
         asked.append(meaning.__name__)
@@ -63,7 +63,7 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setenv("QINFER_BACKEND", "triton")
     backend.settings.cache_clear()
     monkeypatch.setattr(backend, "_run", plainly)
-    monkeypatch.setattr(runner, "_on_device", lambda *args: mapped(tuple(to_device(*args)), Claiming))
+    monkeypatch.setattr(inputs, "_on_device", lambda *args: [mapped(x, Claiming) for x in to_device(*args)])
     for name in PACKING:
         monkeypatch.setattr(ops, name, packed(getattr(ops, name)))
     embed = Decoder.embed
@@ -73,12 +73,12 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     backend.settings.cache_clear()
 
 
-def quantized(folder: Path, scheme_name: str) -> Callable[[Any, Any], Any]:
+def quantized(scheme_name: str) -> Callable[[Any, Any, Any], Any]:
     """Loads a checkpoint as if its linears were stored in that scheme."""
     scheme = scheme_by_name(scheme_name)
 
-    def linear(checkpoint: Any, module: str) -> Any:
-        weight = checkpoint.tensor(f"{module}.weight")
+    def linear(checkpoint: Any, module: str, device: torch.device) -> Any:
+        weight = checkpoint.tensor(f"{module}.weight", device)
         return scheme, scheme.quantize(weight, dtype=weight.dtype)
 
     return linear
@@ -102,9 +102,9 @@ EXPECTED = {
     "dense": {"rms_norm", "add_rms_norm", "silu_mul"},
     "w8a8-int8": {
         *("rms_norm_int8", "add_rms_norm", "add_rms_norm_int8", "silu_mul_int8"),
-        *("w8a8_int8", "w8a8_int8_codes"),
+        *("int8_per_token", "w8a8_int8_codes", "w8a8_int8_parts"),
     },
-    "w8a16-int8": {"rms_norm", "add_rms_norm", "silu_mul", "w8a16_int8"},
+    "w8a16-int8": {"rms_norm", "add_rms_norm", "silu_mul", "w8a16_int8", "w8a16_int8_parts"},
 }
 ALWAYS = {
     "greedy",
@@ -126,7 +126,7 @@ def test_an_engine_through_the_kernels_answers_like_the_cpu(
 ) -> None:
     folder = tiny_model(family, tmp_path / "m", hidden_size=128, intermediate_size=256)
     if scheme != "dense":
-        monkeypatch.setattr("qinfer.model.decoder._linear", quantized(folder, scheme))
+        monkeypatch.setattr("qinfer.model.decoder._linear", quantized(scheme))
     expected, expected_tokens = answers(folder, kv)
     asked = request.getfixturevalue("claimed")
     logits, tokens = answers(folder, kv)
