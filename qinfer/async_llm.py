@@ -32,6 +32,7 @@ from qinfer.sampling_params import RequestOutputKind, SamplingParams
 if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
     from qinfer.engine.engine import Engine
     from qinfer.engine.options import EngineStats
+    from qinfer.engine.pooling import Pooling
     from qinfer.llm import LLM
     from qinfer.tokenizer import Tokenizer
 
@@ -91,6 +92,7 @@ class _Request:
     prompt: str | None = None
     priority: int = 0
     cache_salt: str | None = None
+    pooling: Pooling | None = None
     arrival: float = field(default_factory=time.monotonic)
     arrival_time: float = field(default_factory=time.time)
     latest: RequestOutput | None = None
@@ -178,18 +180,20 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        pooling: Pooling | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's state whenever it has grown, the last time with `finished` set.
 
         `prompt` is text, token ids, or a mapping with `prompt` or `prompt_token_ids`; `request_id` must not
-        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. Raises UserError for
-        what can never run and EngineDeadError. Closing or cancelling the iteration aborts the request.
+        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. With `pooling` the last
+        one has an `embedding`. Raises UserError for what can never run and EngineDeadError. Closing or
+        cancelling the iteration aborts the request.
         """
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self._engine.grammars.compile, params.structured_outputs)
-        request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt)
+        request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt, pooling)
         self._hand_over(request)
         finished = False
         seen: dict[int, CompletionOutput] = {}
@@ -298,6 +302,7 @@ class AsyncLLM:
                 priority=request.priority,
                 arrival_time=request.arrival_time,
                 cache_salt=request.cache_salt,
+                pooling=request.pooling,
             )
         except (UserError, NotImplementedError) as error:
             return self._deliver([(request.mailbox, error)])
@@ -305,6 +310,8 @@ class AsyncLLM:
             self._die(error)
             return self._deliver([(request.mailbox, EngineDeadError("the engine has died"))])
         self._live[request.request_id] = request
+        if request.pooling is not None:  # observers count generation
+            return
         for observer in self._observers:
             observer.added(request.request_id, request.params, request.arrival)
 

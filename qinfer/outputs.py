@@ -71,6 +71,7 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     num_cached_tokens: int | None = None
+    embedding: list[float] | None = None
     kv_transfer_params: None = field(default=None)
 
     def __init__(
@@ -83,6 +84,7 @@ class RequestOutput:
         finished: bool,
         metrics: RequestStateStats | None = None,
         num_cached_tokens: int | None = None,
+        embedding: list[float] | None = None,
         **unknown: Any,  # accepted and ignored, as users of vLLM expect
     ) -> None:
         self.request_id = request_id
@@ -96,4 +98,5 @@ class RequestOutput:
         self.encoder_prompt = None
         self.encoder_prompt_token_ids = None
         self.num_cached_tokens = num_cached_tokens
+        self.embedding = embedding
         self.kv_transfer_params = None

@@ -36,6 +36,7 @@ from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, EngineStats, StepLimits, settle_limits
 from qinfer.engine.pages import PagePool
 from qinfer.engine.plan import Chunk, StepPlan
+from qinfer.engine.pooling import Pool, Pooling
 from qinfer.engine.request import Request
 from qinfer.engine.request import Sequence as TokenSequence
 from qinfer.engine.runner import Launched, Runner, StepRunner
@@ -127,10 +128,12 @@ class Engine:
         priority: int = 0,
         arrival_time: float | None = None,
         cache_salt: str | None = None,
+        pooling: Pooling | None = None,
     ) -> None:
         """Takes a request in, to be started by a later `step`.
 
         `arrival_time` is wall-clock seconds, now if None; requests of different `cache_salt` share no pages.
+        With `pooling` the output has an `embedding`; its one token means nothing.
         Raises UserError for what cannot be run: a known id, ids out of range, a prompt that never fits.
         """
         if priority:
@@ -149,6 +152,7 @@ class Engine:
         structured = params.structured_outputs
         constraints = [self.grammars.start(structured) if structured else None for _ in range(params.n)]
         request.prompt, request.salt = prompt, cache_salt or ""
+        request.pool = Pool(pooling) if pooling else None
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()
         self._requests[request_id] = request
@@ -309,7 +313,9 @@ class Engine:
         return changed
 
     def _score_prompt(self, request: Request, chunk: Chunk, hidden: Tensor) -> None:
-        """Adds log-probabilities of the prompt tokens that follow the chunk's rows."""
+        """Pools the chunk's rows, or adds log-probabilities of the prompt tokens that follow them."""
+        if request.pool is not None:
+            return request.pool.add(hidden)
         wanted = request.params.prompt_logprobs
         assert wanted is not None
         following = request.prompt_ids[chunk.start + 1 : chunk.stop + 1]

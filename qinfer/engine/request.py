@@ -17,6 +17,7 @@ from qinfer.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOut
 from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from qinfer.engine.pooling import Pool
     from qinfer.engine.structured import Constraint
 
 
@@ -49,6 +50,7 @@ class Request:
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None until admitted
     prompt_logprobs: PromptLogprobs = field(default_factory=lambda: [None])
     sequences: list[Sequence] = field(default_factory=list)
+    pool: Pool | None = None  # where a vector is wanted, and no answer
 
     @property
     def finished(self) -> bool:
@@ -65,11 +67,13 @@ class Request:
         limited = self.bad_words or p.logit_bias or p.allowed_token_ids is not None
         limited = limited or p.structured_outputs is not None
         asks = p.logprobs is not None or p.prompt_logprobs is not None
-        return not plain or bool(limited) or asks
+        return not plain or bool(limited) or asks or self.pool is not None
 
     @property
-    def lacks_prompt_logprobs(self) -> bool:
-        """Whether prompt positions remain whose log-probabilities are wanted."""
+    def lacks_prompt_rows(self) -> bool:
+        """Whether prompt positions remain that are to be pooled, or whose log-probabilities are wanted."""
+        if self.pool is not None:
+            return self.pool.num_rows < len(self.prompt_ids)
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.prompt_ids)
 
@@ -85,6 +89,7 @@ class Request:
             finished=self.finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached,
+            embedding=self.pool.vector() if self.pool is not None and self.finished else None,
         )
 
 
@@ -141,8 +146,8 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether this sequence has to compute its whole prompt for prompt_logprobs."""
-        return self.index == 0 and self.request.lacks_prompt_logprobs
+        """Whether this sequence has to compute its whole prompt, for prompt_logprobs or pooling."""
+        return self.index == 0 and self.request.lacks_prompt_rows
 
     def append(self, token_id: int) -> None:
         """Takes the next token and ends the sequence where the rules say so."""
@@ -174,3 +179,5 @@ class Sequence:
         self.pages = []
         if self.scores_prompt:
             self.request.prompt_logprobs = [None]
+            if self.request.pool is not None:
+                self.request.pool.restart()
