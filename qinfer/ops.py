@@ -32,6 +32,7 @@ from qinfer.kernels import panels as _panels
 from qinfer.kernels import qkv_post as _qkv_post
 from qinfer.kernels import quantize_per_token as _quantize_per_token
 from qinfer.kernels import rope as _rope
+from qinfer.kernels import rope_angles as _rope_angles
 from qinfer.kernels import sampling as _sampling
 from qinfer.kernels import w4a16 as _w4a16
 from qinfer.kernels import w4a16_cpu as _w4a16_cpu
@@ -215,6 +216,15 @@ def rope(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if heads.is_cuda:
         return _backend.run(_rope.rope, heads, cos, sin)
     return _rope.rope(heads, cos, sin)
+
+
+def rope_angles(
+    positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """What `rope` takes, of positions [T] int64 and frequencies [R / 2] float32: cos and sin [T, R]."""
+    if positions.is_cuda:
+        return _backend.run(_rope_angles.rope_angles, positions, frequencies, magnitude, dtype)
+    return _rope_angles.rope_angles(positions, frequencies, magnitude, dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

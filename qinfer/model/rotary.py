@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qinfer import ops
 from qinfer.config import RopeConfig
 
 
@@ -44,11 +45,7 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """Angles in float32 for positions [T]; cosines and sines in `dtype`."""
-        angles = positions[:, None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.magnitude != 1.0:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
-        return Rotation(torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype))
+        return Rotation(*ops.rope_angles(positions, self.frequencies, self.magnitude, dtype))
 
 
 def frequencies_and_magnitude(config: RopeConfig, context_len: int) -> tuple[Tensor, float]:

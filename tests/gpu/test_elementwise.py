@@ -14,6 +14,7 @@ from qinfer.kernels import (
     quantize_per_token,
     quantize_per_token_triton,
     rope,
+    rope_angles_triton,
     rope_triton,
 )
 from qinfer.testing import error_ratio
@@ -141,6 +142,18 @@ def test_codes_are_those_of_the_meaning(name: str) -> None:
     expected, expected_scale = getattr(quantize_per_token, name)(x)
     torch.testing.assert_close(scale, expected_scale, rtol=1e-6, atol=0)
     assert float((codes.float() != expected.float()).double().mean()) < 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("half", "magnitude"), [(64, 1.0), (48, 1.19), (12, 1.0)])
+def test_rope_angles_of_long_contexts(half: int, magnitude: float, dtype: torch.dtype) -> None:
+    positions = torch.cat((torch.arange(999), 1_000_003 - torch.arange(999))).cuda()
+    frequencies = 500_000.0 ** (-torch.arange(half, device="cuda") / half)
+    cos, sin = rope_angles_triton.rope_angles(positions, frequencies, magnitude, dtype)
+    angles = (positions[:, None].float() * frequencies).double()
+    bound = magnitude * (2.0**-9 if dtype == torch.bfloat16 else 4e-7)
+    assert (cos.double() - magnitude * torch.cat((angles.cos(),) * 2, 1)).abs().max() < bound
+    assert (sin.double() - magnitude * torch.cat((-angles.sin(), angles.sin()), 1)).abs().max() < bound
 
 
 def test_rope() -> None:

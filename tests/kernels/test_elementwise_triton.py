@@ -20,6 +20,7 @@ from qinfer.kernels import (
     quantize_per_token,
     quantize_per_token_triton,
     rope,
+    rope_angles_triton,
     rope_triton,
     rows_triton,
     tiles,
@@ -167,6 +168,20 @@ def test_rope(rotary_dim: int) -> None:
     cos, sin = randn(3, rotary_dim), randn(3, rotary_dim)
     out = rope_triton.rope(heads, cos, sin)
     assert error_ratio(out, rope.rope(heads.double(), cos.double(), sin.double())) < 1e-6
+
+
+@pytest.mark.parametrize(("half", "magnitude"), [(12, 1.0), (16, 1.25)])
+def test_rope_angles(half: int, magnitude: float) -> None:
+    positions = torch.randint(0, 1000, (11,), device=DEVICE)
+    frequencies = torch.rand(half, device=DEVICE)
+    cos, sin = rope_angles_triton.rope_angles(positions, frequencies, magnitude, torch.float32)
+    angles = (positions[:, None].float() * frequencies).double()  # rounded as a model rounds them
+    expected = (
+        magnitude * torch.cat((angles.cos(),) * 2, 1),
+        magnitude * torch.cat((-angles.sin(), angles.sin()), 1),
+    )
+    assert (cos - expected[0]).abs().max() < 1e-6
+    assert (sin - expected[1]).abs().max() < 1e-6
 
 
 def test_what_does_not_fit_is_declined() -> None:
