@@ -12,6 +12,7 @@ launches, because what is asked for differs from step to step, and logits of eve
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,9 @@ def why_it_waits(runner: Runner) -> str | None:
     inputs = runner.buffers.inputs(min(shapes(runner.limits)))
     runner.forward(inputs)  # what is made at first use may wait
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode does not notice every way to wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         runner.forward(inputs)
     except RuntimeError as error:
