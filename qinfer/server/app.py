@@ -17,8 +17,9 @@ from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import chat, completions, errors, responses, tokens
+from qinfer.server import chat, completions, embeddings, errors, responses, tokens
 from qinfer.server.chat_protocol import ChatRequest
+from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
 from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
@@ -90,6 +91,11 @@ def _openai_routes(state: ServerState) -> APIRouter:
     @router.post("/chat/completions", response_class=Response)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         answer = chat.answer(state, body, request.state.request_id)
+        return await while_connected(request, answer)
+
+    @router.post("/embeddings", response_class=Response)
+    async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        answer = embeddings.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
     return router

@@ -38,7 +38,7 @@ def _unicode(text: str) -> str:
     return text
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """Which member of a union a value is meant for, so that only that one complains, and once."""
     if not isinstance(value, list):
         return type(value).__name__
@@ -59,7 +59,7 @@ Prompts = Annotated[
     | Annotated[list[Text], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("list[str]")]
     | Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS), Tag("list[list]")],
     Discriminator(
-        _kind,
+        kind_of,
         custom_error_type="prompt_type",
         custom_error_message="must be text, token ids, or a list of either",
     ),
