@@ -35,6 +35,17 @@ from qinfer.cli.options import (
     TokenizerOption,
 )
 from qinfer.cli.output import stdout_kept_for_result, to_json
+from qinfer.cli.server_options import (
+    AllowedOriginsOption,
+    ApiKeyOption,
+    ForceUsageOption,
+    KeepAliveOption,
+    MaxBodyOption,
+    MetricsCompatOption,
+    ServedModelNameOption,
+    ToolCallParserOption,
+    TrustTemplateOption,
+)
 
 if TYPE_CHECKING:
     from qinfer.llm import LLM
@@ -44,15 +55,15 @@ def serve(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="QINFER_API_KEY", show_envvar=True, help="Key that clients must send; may be repeated."
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None, typer.Option(help="Name in the API instead of MODEL; may be repeated.")
-    ] = None,
+    api_key: ApiKeyOption = None,
+    served_model_name: ServedModelNameOption = None,
+    allowed_origins: AllowedOriginsOption = None,
+    max_body_mb: MaxBodyOption = 32,
+    sse_keep_alive_interval: KeepAliveOption = None,
+    enable_force_include_usage: ForceUsageOption = False,
+    trust_request_chat_template: TrustTemplateOption = False,
+    tool_call_parser: ToolCallParserOption = "auto",
+    metrics_compat: MetricsCompatOption = "vllm",
     tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
@@ -131,4 +142,14 @@ def serve(
         from qinfer.server import run
         from qinfer.server.options import ServerOptions
 
-        run.serve(load, ServerOptions(api_keys=api_key or ()), host=host, port=port, on_ready=ready)
+        options = ServerOptions(
+            api_keys=api_key or (),
+            allowed_origins=allowed_origins or (),
+            max_body_bytes=max_body_mb << 20,
+            keep_alive_seconds=sse_keep_alive_interval,
+            force_usage=enable_force_include_usage,
+            trust_request_chat_template=trust_request_chat_template,
+            tool_call_parser=tool_call_parser,
+            metrics_compat=metrics_compat,
+        )
+        run.serve(load, options, host=host, port=port, on_ready=ready)

@@ -9,6 +9,7 @@ import urllib.request
 
 import pytest
 
+from qinfer.server.options import ServerOptions
 from qinfer.testing import tiny_model
 
 
@@ -75,3 +76,31 @@ def test_s08_contradicting_limits_stop_the_start(qinfer, model):
     code, out, err = qinfer("serve", model, "--port", 0, "--max-num-seqs", 8, *options)
     assert (code, out) == (2, "")
     assert "max_num_batched_tokens 64 is below max_model_len 256" in err
+
+
+def test_options_of_the_server_arrive(qinfer, monkeypatch, model):
+    arrived = []
+    monkeypatch.setattr("qinfer.server.run.serve", lambda load, options, **more: arrived.append(options))
+    told = {
+        "--api-key": "key",
+        "--allowed-origins": "https://a.example",
+        "--max-body-mb": "3",
+        "--sse-keep-alive-interval": "2.5",
+        "--tool-call-parser": "hermes",
+        "--metrics-compat": "none",
+    }
+    words = [word for pair in told.items() for word in pair]
+    words += ["--enable-force-include-usage", "--trust-request-chat-template"]
+    assert qinfer("serve", model, *words).code == 0
+    assert arrived == [
+        ServerOptions(
+            api_keys=["key"],
+            allowed_origins=["https://a.example"],
+            max_body_bytes=3 << 20,
+            keep_alive_seconds=2.5,
+            force_usage=True,
+            trust_request_chat_template=True,
+            tool_call_parser="hermes",
+            metrics_compat="none",
+        )
+    ]

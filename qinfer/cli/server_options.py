@@ -1,0 +1,38 @@
+"""Options of `qinfer serve` that are about HTTP, not about the model; `ServerOptions` says what they mean."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+ApiKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="QINFER_API_KEY", show_envvar=True, help="Key that clients must send; may be repeated."
+    ),
+]
+ServedModelNameOption = Annotated[
+    list[str] | None, typer.Option(help="Name in the API instead of MODEL; may be repeated.")
+]
+AllowedOriginsOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Web origin that browsers may call from, or *; may be repeated. Default: none."),
+]
+MaxBodyOption = Annotated[int, typer.Option(min=1, help="Longest request body that is read, in MiB.")]
+KeepAliveOption = Annotated[
+    float | None, typer.Option(help="Seconds after which a silent stream gets a comment. Default: none.")
+]
+ForceUsageOption = Annotated[
+    bool, typer.Option("--enable-force-include-usage", help="Token counts in every stream.")
+]
+TrustTemplateOption = Annotated[
+    bool, typer.Option("--trust-request-chat-template", help="Obey chat templates that requests bring.")
+]
+ToolCallParserOption = Annotated[
+    Literal["auto", "hermes", "llama3_json", "none"],
+    typer.Option(help="The form in which the model calls tools; auto: as its chat template shows."),
+]
+MetricsCompatOption = Annotated[
+    Literal["vllm", "none"], typer.Option(help="Whose names /metrics has beside qinfer's own.")
+]
