@@ -59,7 +59,8 @@ class Items:
         item = self.output[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            ends = [self._event("response.function_call_arguments.done", arguments=item["arguments"])]
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            ends = [self._event("response.function_call_arguments.done", **done)]
         else:
             (part,) = item["content"]
             done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}

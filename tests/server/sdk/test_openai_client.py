@@ -131,7 +131,7 @@ def test_errors_become_the_sdks_exceptions(client, error, changes):
     with pytest.raises(error) as caught:
         client.chat.completions.create(**{"model": "tiny", "messages": HELLO, **changes})
     assert caught.value.body["message"]
-    assert caught.value.code == str(caught.value.status_code)
+    assert str(caught.value.code) == str(caught.value.status_code)  # a number before openai 2
     assert caught.value.request_id
 
 
