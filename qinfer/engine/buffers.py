@@ -48,6 +48,11 @@ class StepBuffers:
         draw = by_sequence[3:, :num_drawn].view(torch.float64) if drawn else None
         return StepInputs(token_ids, positions, slots, batch, lanes, rows, draw)
 
+    def clear(self) -> None:
+        """Leaves nothing but padding, which suits every shape; what a step leaves suits its own alone."""
+        self._arriving.zero_()
+        self._table.zero_()
+
     def fill(self, arrays: StepArrays, draw: Draw | None, shape: Shape) -> StepInputs:
         """Copies a step over without waiting, padded to `shape`."""
         count, width = len(arrays.lanes), arrays.width

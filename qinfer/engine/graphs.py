@@ -49,6 +49,7 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     """
     if runner.buffers is None:
         return None
+    runner.buffers.clear()
     of = shapes(runner.limits) if of is None else of
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
@@ -74,6 +75,7 @@ def why_it_waits(runner: Runner) -> str | None:
     None where nothing waits. What waits cannot be captured: some op has no kernel for this model.
     """
     assert runner.buffers is not None
+    runner.buffers.clear()
     inputs = runner.buffers.inputs(min(shapes(runner.limits)))
     runner.forward(inputs)  # what is made at first use may wait
     before = torch.cuda.get_sync_debug_mode()

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qinfer.engine.buffers import StepBuffers
 from qinfer.engine.engine import Engine
+from qinfer.engine.inputs import Tables, step_arrays
 from qinfer.engine.options import EngineOptions, StepLimits
-from qinfer.engine.plan import Shape, bucket, buckets, shape_of, shapes
+from qinfer.engine.plan import Chunk, Shape, StepPlan, bucket, buckets, shape_of, shapes
 from qinfer.engine.runner import Runner
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
@@ -177,6 +179,31 @@ def test_every_small_step_has_a_shape_that_holds_it(max_num_seqs: int, longest: 
             assert shape in known
             assert shape.num_tokens >= num_tokens
             assert shape.num_tokens > shape.num_seqs >= num_seqs
+
+
+def test_cleared_buffers_suit_every_shape() -> None:
+    """What a step of 190 tokens left would be rows beyond the end of a smaller step."""
+    limits = StepLimits(256, 12, 8192, 16)
+    tables = Tables(limits)
+    buffers = StepBuffers(tables, limits, torch.device("cpu"))
+    plan = StepPlan((Chunk(0, 0, 189, list(range(1, 13)), True, 3), Chunk(1, 5, 6, [14], True, 4, True)))
+    buffers.fill(step_arrays(plan, {0: [7] * 189}, tables), None, Shape(192, 12))
+    left = buffers.inputs(Shape(192, 12), 2)
+    assert left.batch.query_starts.tolist() == [0, 189] + [190] * 11
+    assert left.batch.seq_lens.tolist() == [189, 6] + [0] * 10
+    assert left.sample_rows is not None
+    assert left.sample_rows.tolist() == [188, 189]
+    assert left.token_ids.tolist() == [7] * 189 + [-1] + [0] * 2
+    assert left.lanes.tolist() == [3] * 189 + [4] + [12] * 2
+    assert left.slots.tolist() == [*range(16, 16 + 189), 14 * 16 + 5, 0, 0]
+    assert left.batch.page_table[:2, :12].tolist() == [[*range(1, 13)], [14] + [0] * 11]
+    buffers.clear()
+    for shape in shapes(limits):
+        inputs = buffers.inputs(shape)
+        assert not inputs.batch.query_starts.any()
+        assert not inputs.batch.seq_lens.any()
+        assert not inputs.slots.any()
+        assert not inputs.batch.page_table.any()
 
 
 def test_the_next_plan_is_made_before_the_tokens_are_known(engine_of: Callable[..., Engine]) -> None:
