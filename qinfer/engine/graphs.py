@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,14 +57,16 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     hidden = torch.empty(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     free = _free_memory(device)
     graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-    pool = torch.cuda.graph_pool_handle()
-    with torch.inference_mode():
+    pool, stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
+    # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
+    with torch.inference_mode(), torch.cuda.stream(stream):
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
             inputs = runner.buffers.inputs(shape)
             runner.forward(inputs)  # whatever is made at first use is made outside
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                hidden[: shape.num_tokens].copy_(runner.forward(inputs))
+            graph.capture_begin(pool=pool)
+            hidden[: shape.num_tokens].copy_(runner.forward(inputs))
+            graph.capture_end()
             graphs[shape] = graph
     num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
     return StepGraphs(graphs, hidden, num_bytes)
@@ -91,6 +94,12 @@ def why_it_waits(runner: Runner) -> str | None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return None
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: cuBLAS keeps a workspace for every stream that it ever saw."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _free_memory(device: torch.device) -> int:
