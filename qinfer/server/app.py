@@ -8,8 +8,10 @@ errors, and the API key.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
@@ -30,9 +32,10 @@ from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
 from qinfer.server.tokens import DetokenizeRequest, TokenizeRequest
-from qinfer.server.wire import Body, ModelCard, ModelList
+from qinfer.server.wire import Body, Chat, Completion, ModelCard, ModelList
 
 GATE_HEADER = "x-qinfer-gate"
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def build_app(
@@ -46,10 +49,11 @@ def build_app(
     engine.observe(metrics)
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
-    app.include_router(_openai_routes(state))
-    app.include_router(_response_routes(state))
-    app.include_router(_token_routes(state))
-    app.include_router(_operator_routes(state, metrics))
+    app.include_router(_openai_routes(state), responses=errors.DOCUMENTED)
+    app.include_router(_response_routes(state), responses=errors.DOCUMENTED)
+    app.include_router(_token_routes(state), responses=errors.DOCUMENTED)
+    app.include_router(_operator_routes(state, metrics), responses=errors.DOCUMENTED)
+    app.include_router(_metrics_route(state, metrics))
     _add_layers(app, state, metrics)
     return app
 
@@ -83,17 +87,17 @@ def _openai_routes(state: ServerState) -> APIRouter:
         state.check_model(model_id)
         return _json(next(card for card in state.cards() if card.id == model_id))
 
-    @router.post("/completions", response_class=Response)
+    @router.post("/completions", response_model=Completion, responses=STREAMED)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         answer = completions.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
-    @router.post("/chat/completions", response_class=Response)
+    @router.post("/chat/completions", response_model=Chat, responses=STREAMED)
     async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
         answer = chat.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
-    @router.post("/embeddings", response_class=Response)
+    @router.post("/embeddings", response_model=embeddings.EmbeddingList)
     async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         answer = embeddings.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
@@ -105,20 +109,20 @@ def _response_routes(state: ServerState) -> APIRouter:
     router = APIRouter(prefix="/v1/responses")
     store = ResponseStore()
 
-    @router.post("", response_class=Response)
+    @router.post("", responses=STREAMED)
     async def create(body: ResponsesRequest, request: Request) -> Response:
         return await while_connected(request, responses.answer(state, store, body))
 
-    @router.get("/{response_id}", response_class=Response)
+    @router.get("/{response_id}")
     async def retrieve(response_id: str) -> Response:
         return JSONResponse(store.get(response_id).body)
 
-    @router.delete("/{response_id}", response_class=Response)
+    @router.delete("/{response_id}")
     async def delete(response_id: str) -> Response:
         store.delete(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
-    @router.post("/{response_id}/cancel", response_class=Response)
+    @router.post("/{response_id}/cancel")
     async def cancel(response_id: str) -> Response:
         store.get(response_id)
         return errors.Failure(400, "only a response in the background can be cancelled").response()
@@ -146,7 +150,6 @@ def _token_routes(state: ServerState) -> APIRouter:
 
 def _operator_routes(state: ServerState, metrics: ServerMetrics) -> APIRouter:
     router = APIRouter()
-    registry = make_registry(state, metrics, state.options.metrics_compat)
 
     @router.get("/health")
     @router.get("/ping")
@@ -167,7 +170,14 @@ def _operator_routes(state: ServerState, metrics: ServerMetrics) -> APIRouter:
     async def load() -> Response:
         return JSONResponse({"server_load": metrics.http_live})
 
-    @router.get("/metrics", response_class=Response)
+    return router
+
+
+def _metrics_route(state: ServerState, metrics: ServerMetrics) -> APIRouter:
+    router = APIRouter()
+    registry = make_registry(state, metrics, state.options.metrics_compat)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
 

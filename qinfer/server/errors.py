@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -32,6 +33,27 @@ _TYPES: Mapping[int, str] = {
     413: "BadRequestError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
+}
+
+
+class ErrorFields(BaseModel):
+    """What an error says."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(BaseModel):
+    """Every answer that is an error, as the OpenAPI document shows it."""
+
+    error: ErrorFields
+
+
+DOCUMENTED: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "What was asked for is wrong."},
+    "5XX": {"model": ErrorBody, "description": "It cannot be done: not implemented, not ready, or a bug."},
 }
 
 
@@ -106,7 +128,11 @@ async def _on_http(request: Request, error: Exception) -> Response:
         message = f"the body is not valid JSON: {reason}"
     if error.status_code == 404:
         message = f"there is no {request.method} {request.url.path[:MAX_QUOTED]}"
-    return Failure(error.status_code, message).response(error.headers)
+    headers = dict(error.headers or {})
+    route = getattr(request.scope.get("route"), "path_format", None)
+    if error.status_code == 405 and (methods := request.app.openapi()["paths"].get(route)):
+        headers["Allow"] = ", ".join(sorted(map(str.upper, methods)))  # of all routes of this path
+    return Failure(error.status_code, message).response(headers)
 
 
 async def _on_disconnect(_: Request, __: Exception) -> Response:

@@ -127,6 +127,25 @@ def test_unknown_model_route_and_method(served):
     wrong = served.get(COMPLETIONS)
     check(wrong, 405)
     assert wrong.headers["allow"] == "POST"
+    for path, methods in (("/ping", {"GET", "POST"}), ("/v1/responses/x", {"GET", "DELETE"})):
+        wrong = served.client.put(path)
+        check(wrong, 405)
+        assert set(wrong.headers["allow"].split(", ")) == methods
+
+
+def test_the_document_tells_every_error(served):
+    document = served.get("/openapi.json").json()
+    assert len(document["paths"]) > 12
+    document["paths"].pop("/metrics")  # which cannot fail
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert {"4XX", "5XX"} <= operation["responses"].keys(), (path, method)
+            assert "422" not in operation["responses"]
+            shown = operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"]
+            assert shown.endswith("/ErrorBody")
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
+        content = document["paths"][path]["post"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
 
 
 def test_the_model_may_be_missing_or_null(served):
