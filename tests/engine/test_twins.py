@@ -109,6 +109,7 @@ EXPECTED = {
 ALWAYS = {
     "greedy",
     "group_rows",
+    "rope_angles",
     "qkv_post",
     "paged_attention",
     "apply_penalties",
