@@ -27,7 +27,7 @@ def formula(m: int, n: int, k: int) -> Tile:
     """Tiles that are good for most shapes: what the measured tables of an H200 have in common."""
     if m > 256:
         shape = {"BM": 128, "BN": 256, "SPLITS": 1, "EARLY": 0}
-        return {**shape, "STAGES": 3, "GROUP": 16, "num_warps": 4}
+        return {**shape, "STAGES": 4, "GROUP": 16, "num_warps": 4}
     rows = max(16, triton.next_power_of_2(m)) if m <= 128 else 128
     tiles = triton.cdiv(n, 64) * triton.cdiv(m, rows)
     splits = splits_of(tiles, triton.cdiv(k, 256))

@@ -4,8 +4,10 @@
 One warp copies tiles of both operands into a ring of buffers in shared memory; two groups of four warps
 multiply, each its own half of the tile's rows, and scale and store what they have. They meet only at the
 buffers' barriers, so while one group scales or stores, the other has the tensor cores for itself: int8 went
-from 1.75 to 2.1 times torch.mm in bfloat16 (H200, 1024 and 4096 tokens). A group may be ahead of the other by
-as many steps as there are buffers, so there must be many, and results leave by small ones.
+from 1.75 to 2.1 times torch.mm in bfloat16 (H200, 1024 and 4096 tokens).
+
+A group can be ahead of the other by no more steps than there are buffers, so there must be many of these.
+Results leave through a buffer that both groups share, in turns, which keeps them out of step.
 """
 
 from triton.experimental import gluon
@@ -71,8 +73,8 @@ def copy_tiles(x, w, xs, ws, ready, empty, M, N, K, BM: gl.constexpr, BN: gl.con
 def write(y, buffers, out, row, col):
     """Sends y, a group's rows, to `out` at (row, col), by pieces as wide as a buffer.
 
-    buffers: [2, rows, columns of a piece] in shared memory; one is filled while the other is being read. The
-    caller waits in the end.
+    buffers: [number, rows, columns of a piece] in shared memory; where y has more pieces, one is filled while
+    the others are being read. The caller waits in the end.
     """
     WIDTH: gl.constexpr = y.shape[1]
     if buffers.shape[2] < WIDTH:
@@ -81,18 +83,22 @@ def write(y, buffers, out, row, col):
         write(gl.convert_layout(left, LAYOUT, assert_trivial=True), buffers, out, row, col)
         write(gl.convert_layout(right, LAYOUT, assert_trivial=True), buffers, out, row, col + WIDTH // 2)
     else:
-        buffer = buffers.index(col // WIDTH % 2)
-        tma.store_wait(pendings=1)
+        buffer = buffers.index(col // WIDTH % buffers.shape[0])
+        tma.store_wait(pendings=buffers.shape[0] - 1)
         buffer.store(y.to(out.dtype))
         fence_async_shared()
         copy_out(out, [row, col], buffer)
 
 
 @gluon.jit
-def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scale, bias, out, M, N, K,
-              stride_t, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
+def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out, M, N,
+              K, stride_t, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
               SPLITS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """A multiplying group: rows HALF * BM / 2.. of every tile of its program."""
+    """A multiplying group: rows HALF * BM / 2.. of every tile of its program.
+
+    turns[HALF] is told when the other group's results have left `buffers`; group 0 goes first. Waiting for
+    one's own results to leave costs nothing while the tensor cores have the next tile's first step.
+    """
     INT: gl.constexpr = xs.dtype == gl.int8
     ROWS: gl.constexpr = BM // 2
     # Triton knows no int8 instruction of 256 columns
@@ -101,6 +107,7 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scal
     num_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 128)
     count = 0
+    tiles = 0
     tell_next(EARLY)
     wait_for_previous(EARLY)
     acc = gl.zeros((ROWS, BN), gl.int32 if INT else gl.float32, LAYOUT)
@@ -118,8 +125,13 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scal
             b = ws.index(stage).permute((1, 0))
             acc = warpgroup_mma(a, b, acc, use_acc=step > begin, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # the cores always have a next step
+            if SPLITS == 1:
+                tma.store_wait(pendings=0)
+                mbarrier.arrive(turns.index(1 - HALF), pred=(step == begin) & (tiles > 0))
             mbarrier.arrive(empty.index((count - 1) % STAGES), pred=step > begin)
             count += 1
+        if SPLITS == 1:
+            mbarrier.wait(turns.index(HALF), tiles & 1 ^ (1 - HALF))
         row = pm * BM + HALF * ROWS
         rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         cols = pn * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
@@ -136,8 +148,10 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, x_scale, w_scal
             if BIAS:
                 y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
             write(y, buffers, out, row, pn * BN)
+            tiles += 1
     if SPLITS == 1:
         tma.store_wait(pendings=0)
+        mbarrier.arrive(turns.index(1 - HALF))
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -149,18 +163,20 @@ def by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: gl.conste
     Any grid. SPLITS > 1: out is a pointer to float32 [SPLITS, M, N], which gets no bias.
     """
     xs, ws, ready, empty = ring(x, w, BM, BN, STAGES)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
+    fence_async_shared()
     if SPLITS == 1:
-        first = gl.allocate_shared_memory(out.dtype, [2, BM // 2, PIECE], out.layout)
-        second = gl.allocate_shared_memory(out.dtype, [2, BM // 2, PIECE], out.layout)
+        buffers = gl.allocate_shared_memory(out.dtype, [BN // PIECE, BM // 2, PIECE], out.layout)
     else:  # results go straight to memory
-        first = xs
-        second = xs
+        buffers = xs
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), xs, ws, ready, empty, first, x_scale, w_scale, bias, out, M, N, K,
-                         stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
-            (_multiply, (gl.constexpr(1), xs, ws, ready, empty, second, x_scale, w_scale, bias, out, M, N, K,
-                         stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
+            (_multiply, (gl.constexpr(0), xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out,
+                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
+            (_multiply, (gl.constexpr(1), xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out,
+                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
             (copy_tiles, (x, w, xs, ws, ready, empty, M, N, K, BM, BN, STAGES, GROUP, SPLITS, EARLY)),
         ],
         [4, 1],
