@@ -114,14 +114,15 @@ def own(tile: Config, x: Tensor, packed: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def rotate(call: Callable[[Any], Tensor], weights: list[Any], least: int) -> float:
-    """Microseconds of a call, over all weights and at least `least` calls in one graph."""
-    number = max(least, len(weights))
-    return microseconds([partial(call, weights[i % len(weights)]) for i in range(number)], 9)
+def rotate(call: Callable[[Any], Tensor], weights: list[Any], m: int) -> float:
+    """Microseconds of a call over all weights; long enough for the clocks to settle if compute-bound."""
+    number = max(len(weights), 4 if m > 256 else 10)
+    calls = [partial(call, weights[i % len(weights)]) for i in range(number)]
+    return microseconds(calls, 40, 0.1) if m > 256 else microseconds(calls, 9)
 
 
 def timed(tile: Config, x: Tensor, weight: Weight) -> float:
-    return rotate(partial(own, tile, x), weight.packed, 4 if x.shape[0] > 256 else 10)
+    return rotate(partial(own, tile, x), weight.packed, x.shape[0])
 
 
 def compile_one(tile: Config) -> str:
@@ -151,7 +152,7 @@ def tune(shapes: list[tuple[int, int]], tokens: list[int]) -> dict[str, Any]:
         for m in tokens:
             x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
             expected = x.float() @ weight.exact.T
-            base = rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, 6)
+            base = rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, m)
             times = []
             for tile in candidates(m):
                 number = -(-n // tile["BN"]) * -(-m // tile["BM"])
@@ -190,12 +191,11 @@ def report() -> dict[str, Any]:
             expected = x.float() @ weight.exact.T
             error = error_ratio(w4a16_triton.w4a16_fragments(x, **weight.packed[0]), expected)
             tile = next(t for upper, t in table(n, k) if m <= upper)
-            least = 4 if m > 256 else 10
             row = {
                 "n": n, "k": k, "m": m, "error": error,
-                "torch_us": rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, least),
-                "call_us": rotate(lambda w, x=x: w4a16_triton.w4a16_fragments(x, **w), weight.packed, least),
-                "own_us": rotate(partial(own, tile, x), weight.packed, least),
+                "torch_us": rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, m),
+                "call_us": rotate(lambda w, x=x: w4a16_triton.w4a16_fragments(x, **w), weight.packed, m),
+                "own_us": rotate(partial(own, tile, x), weight.packed, m),
             }  # fmt: skip
             floor = max(n * k * (0.5 + 4 / GROUP) / copy, 2 * m * n * k / multiply) / 1e6
             row["share"] = floor / row["call_us"]

@@ -10,6 +10,7 @@ A row of the table (or of `FORMULA`) holds
     AHEAD         tiles of 128 inputs that a program asks the L2 cache for before it waits for the tokens
     SLOTS PIECES  as many tiles as fill SLOTS evenly are whole, PIECES programs share the others (pieces.py)
     EARLY         when the next kernel may start and wait: 1 at once, 2 after the last multiplication
+    BY_WARPS      w4a16_warps_triton.py's kernel; of the above it has BM, BN, STAGES, SLOTS, PIECES and EARLY
     DEQUANTIZE    instead of all these: unpack the weight, then torch.mm
 """
 
@@ -66,6 +67,7 @@ class Launch(NamedTuple):
 
 def plan(config: Tile, m: int, n: int, k: int) -> Launch:
     """The programs for M tokens and a weight [n, k]; Declined where their steps are too many to count."""
-    rows = config["BN"] if -(-n // PAD_ROWS) * PAD_ROWS % config["BN"] == 0 else PAD_ROWS
-    blocks, steps = -(-m // config["BM"]), -(-k // (INPUTS * config["UNROLL"]))
+    fits = "BY_WARPS" in config or -(-n // PAD_ROWS) * PAD_ROWS % config["BN"] == 0
+    rows = config["BN"] if fits else PAD_ROWS
+    blocks, steps = -(-m // config["BM"]), -(-k // (INPUTS * config.get("UNROLL", 1)))
     return Launch(rows, blocks, steps, cut(-(-n // rows) * blocks, steps, config["SLOTS"], config["PIECES"]))

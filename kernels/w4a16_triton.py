@@ -25,6 +25,8 @@ from qinfer.kernels.w4a16 import INPUTS, ROWS
 from qinfer.kernels.w4a16_plan import formula, plan
 from qinfer.kernels.w4a16_product_triton import product
 from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
+from qinfer.kernels.w4a16_warps_triton import by_warps
+from qinfer.kernels.warps_triton import descriptor, descriptor_type
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU; bfloat16 is computed in float32 there
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -47,7 +49,10 @@ def _multiply(x: Tensor, words: Tensor, scale_zero: Tensor, in_parts: bool) -> T
         raise Declined(f"x must be bfloat16 or float16 with K a multiple of 8, not {x.dtype} with K = {k}")
     if not (m and n):
         return x.new_empty(m, n)
-    config = tile("w4a16", _gpu(), partial(formula, cores=_cores()), m, n, k)
+    choose = partial(formula, cores=_cores())
+    config = tile("w4a16", _gpu(), choose, m, n, k)
+    if "BY_WARPS" in config and group % INPUTS:
+        config = choose(m, n, k)
     if "DEQUANTIZE" in config:
         return torch.mm(x, dequantize(words, scale_zero, k, x.dtype).T)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
@@ -85,13 +90,21 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
     how = plan(config, m, n, k)
     tile_shape, in_parts = (config["BM"], how.rows), out.dim() == 3
     parts = out if in_parts else workspace(how.cut, how.rows * config["BM"], x.device)
-    tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
-    product[(how.cut.programs,)](
-        tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
-        how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
-        **constants(config, how.rows, group, k, dtype), PARTS=len(out) if in_parts else 0,
-        **options(config, group),
-    )  # fmt: skip
+    num_parts = len(out) if in_parts else 0
+    if "BY_WARPS" in config:
+        tiles = descriptor(words.view(-1, 16), [ROWS, 16])
+        by_warps[(how.cut.programs,)](
+            descriptor(x, [config["BM"], INPUTS]), tiles, scale_zero, out, parts, m, n,
+            scale_zero.stride(0), how.steps, how.blocks, *how.cut,
+            **warps_constants(config, how.rows, group, num_parts), num_warps=4, launch_pdl=True,
+        )  # fmt: skip
+    else:
+        tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
+        product[(how.cut.programs,)](
+            tokens, words, scale_zero, out, parts, m, n, k, x.stride(0), scale_zero.stride(0), words.shape[1],
+            how.blocks, *how.cut, config["AHEAD"], config["EARLY"],
+            **constants(config, how.rows, group, k, dtype), PARTS=num_parts, **options(config, group),
+        )  # fmt: skip
     if how.cut.pieces and not in_parts:
         add_up(parts, None, out, how.cut, how.steps, how.blocks, tile_shape)
 
@@ -123,6 +136,12 @@ def constants(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -
         "COMPUTE": tl.float32 if INTERPRET and dtype is torch.bfloat16 else scale,
         "ASM": not INTERPRET,
     }
+
+
+def warps_constants(config: Tile, rows: int, group: int, parts: int) -> dict[str, Any]:
+    """The constants of `by_warps`."""
+    named = {name: config[name] for name in ("BM", "STAGES", "EARLY")}
+    return {**named, "BN": rows, "GROUP": group, "PARTS": parts}
 
 
 def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
@@ -159,6 +178,8 @@ def offline_variants() -> Iterator[Variant]:
             how = plan(config, m, n, k)
             rows, parts = how.rows, how.equal_parts(n)
             kinds = [(128, torch.bfloat16, 0), (128, torch.float16, 0), (64, torch.bfloat16, 0)]
+            if "BY_WARPS" in config:
+                kinds = kinds[:2]  # the formula's for smaller groups
             for group, dtype, count in kinds + [(128, torch.bfloat16, parts)] * (parts > 0):
                 variant = _variant(config, rows, group, k, dtype, count)
                 found[variant.name] = variant
@@ -168,12 +189,20 @@ def offline_variants() -> Iterator[Variant]:
 
 
 def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype, parts: int) -> Variant:
-    fixed, chosen = {**constants(config, rows, group, k, dtype), "PARTS": parts}, options(config, group)
-    element = "*bf16" if dtype is torch.bfloat16 else "*fp16"
-    types = {"x": element, "out": element, "words": "*i32", "scale_zero": "*i32", "parts": "*fp32"}
-    if config["TMA"]:
-        types["x"] = f"tensordesc<{element[1:]}[{config['BM']},{INPUTS}]>"
-    signature = {name: types.get(name, "i32") for name in product.arg_names if name not in fixed}
+    element = "bf16" if dtype is torch.bfloat16 else "fp16"
+    types = {"words": "*i32", "scale_zero": "*i32", "parts": "*fp32"}
+    types["x"] = types["out"] = f"*{element}"
+    kernel: Any = product
+    if "BY_WARPS" in config:
+        kernel = by_warps
+        fixed, chosen = warps_constants(config, rows, group, parts), {"num_warps": 4, "launch_pdl": True}
+        types["x"] = descriptor_type(element, [config["BM"], INPUTS])
+        types["words"] = descriptor_type("i32", [ROWS, 16])
+    else:
+        fixed, chosen = {**constants(config, rows, group, k, dtype), "PARTS": parts}, options(config, group)
+        if config["TMA"]:
+            types["x"] = f"tensordesc<{element}[{config['BM']},{INPUTS}]>"
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in fixed}
     label = " ".join(f"{key}={value}" for key, value in {**fixed, **chosen}.items())
-    aligned = ("N", "K", "x_stride", "scale_stride")
-    return Variant(f"w4a16 {label}", product, signature, fixed, chosen, aligned, wants_tensor_cores=True)
+    aligned = tuple(name for name in ("N", "K", "x_stride", "scale_stride") if name in signature)
+    return Variant(f"w4a16 {label}", kernel, signature, fixed, chosen, aligned, wants_tensor_cores=True)

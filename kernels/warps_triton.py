@@ -13,9 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Triton 3.9 has new names for the copies between memory and shared memory.
+# Triton 3.9 has new names for the copies between memory and shared memory, and for the barrier of a group.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
 @gluon.jit
@@ -42,8 +43,9 @@ def tell_next(EARLY: gl.constexpr):
 
 
 def descriptor_type(element: str, block: list[int]) -> str:
-    """How a signature spells the type of a `descriptor` of "i8", "fp8e4nv" or "bf16" elements."""
-    return f"tensordesc<{element}{block},{_layout(block, 16 if element == 'bf16' else 8)!r}>"
+    """How a signature spells the type of a `descriptor` of "i8", "fp8e4nv", "bf16", "fp16" or "i32"."""
+    bits = {"bf16": 16, "fp16": 16, "i32": 32}.get(element, 8)
+    return f"tensordesc<{element}{block},{_layout(block, bits)!r}>"
 
 
 def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
