@@ -2,7 +2,7 @@
 
     python benchmarks/engine.py [--out benchmarks/results/engine-nvidia-h200.json]
                                 [--groups throughput,budget,...] [--num-prompts 1000] [--only fp8,int8]
-                                [--seconds 300]
+                                [--seconds 300] [--together]
 
 Weights are random (`load_format="dummy"`). Groups:
 
@@ -13,8 +13,9 @@ Weights are random (`load_format="dummy"`). Groups:
     static      prompts and answers of 5 to 500 tokens: continuous beside fixed batches of 256
 
 Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
-process of its own, so that it begins with an empty GPU and one that fails does not take the others along.
-What is in --out already stays there unless it is measured again.
+process of its own, so that one that fails does not take the others along, and on an empty GPU. With
+--together all are made ready at once, which saves most of the time, each with no more pages than it needs,
+and then measured one after the other. What is in --out already stays there unless it is measured again.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ import json
 import multiprocessing
 import sys
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qinfer.bench import latency, throughput
 from qinfer.bench.dataset import Dataset
-from qinfer.bench.report import load
+from qinfer.bench.report import Bench, load
 
 MODEL = str(Path(__file__).parent / "models" / "llama-3.1-8b")
 LIMITS = {"max_num_batched_tokens": 8192, "max_model_len": 2048, "enable_prefix_caching": False}
@@ -68,13 +70,19 @@ def settings() -> list[Setting]:
     return found
 
 
-def run(setting: Setting, num_prompts: int) -> dict[str, Any]:
-    """Measures one setting in this process; the document of `qinfer bench throughput`, with `one`."""
+def ready(setting: Setting, *, together: bool) -> Bench:
+    """The engine of a setting; beside others it takes pages for its sequences alone."""
     keywords: dict[str, Any] = {"load_format": "dummy", "scheme": setting.scheme, **LIMITS}
     keywords |= {"kv_cache_dtype": setting.kv_cache_dtype, "max_num_seqs": setting.max_num_seqs}
-    if setting.memory:
+    if together:
+        keywords["num_kv_blocks"] = setting.max_num_seqs * (512 + 256) // 64 + 8
+    elif setting.memory:
         keywords["memory"] = setting.memory
-    bench = load(MODEL, keywords)
+    return load(MODEL, keywords)
+
+
+def measure(setting: Setting, bench: Bench, num_prompts: int) -> dict[str, Any]:
+    """The document of `qinfer bench throughput`, with `one`, that of a single sequence's latency."""
     num_prompts = max(1, round(num_prompts * setting.share))
     dataset = Dataset(num_prompts=num_prompts, input_len=512, output_len=256)
     if setting.spread:  # means of a range: 5 to 500
@@ -90,24 +98,39 @@ def run(setting: Setting, num_prompts: int) -> dict[str, Any]:
     return document
 
 
-def apart(setting: Setting, num_prompts: int) -> dict[str, Any] | None:
-    """The same in a process of its own, forked while no GPU is in use; None where it failed and said why."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(setting, num_prompts, sender))
-    process.start()
-    sender.close()
-    try:
-        document: dict[str, Any] = receiver.recv()
-    except EOFError:
-        return None
-    finally:
-        process.join()
-    return document
+class Apart:
+    """A setting in a process of its own, forked while no GPU is in use; it waits when it is ready."""
+
+    def __init__(self, setting: Setting, num_prompts: int, *, together: bool) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pipe, other = context.Pipe()
+        arguments = (setting, num_prompts, together, other)
+        self._process = context.Process(target=_child, args=arguments, daemon=True)
+        self._process.start()
+        other.close()
+
+    def wait(self) -> None:
+        """Until it is ready, or has failed and said why."""
+        self._pipe.poll(None)
+
+    def measured(self) -> dict[str, Any] | None:
+        """The document; None where it failed."""
+        try:
+            self._pipe.recv()
+            self._pipe.send("go")
+            document: dict[str, Any] = self._pipe.recv()
+        except (EOFError, BrokenPipeError):
+            return None
+        finally:
+            self._process.join()
+        return document
 
 
-def _child(setting: Setting, num_prompts: int, sender: Connection) -> None:
-    sender.send(run(setting, num_prompts))
+def _child(setting: Setting, num_prompts: int, together: bool, pipe: Connection) -> None:
+    bench = ready(setting, together=together)
+    pipe.send("ready")
+    pipe.recv()
+    pipe.send(measure(setting, bench, num_prompts))
 
 
 def row(label: str, document: dict[str, Any] | None) -> str:
@@ -135,15 +158,21 @@ def main() -> None:
     parser.add_argument("--groups", default="throughput,seqs,budget,static")
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no setting after this")
+    parser.add_argument("--together", action="store_true", help="make all engines ready at once")
     parser.add_argument("--only", default="", help="settings whose label begins with one of these words")
     arguments = parser.parse_args()
-    groups, start = arguments.groups.split(","), time.monotonic()
+    groups, only, start = arguments.groups.split(","), tuple(arguments.only.split(",")), time.monotonic()
+    wanted = [s for s in settings() if s.group in groups and s.label.startswith(only)]
+    begin = partial(Apart, num_prompts=arguments.num_prompts, together=arguments.together)
+    made = {setting: begin(setting) for setting in wanted if arguments.together}
+    for child in made.values():
+        child.wait()
     found: dict[str, dict[str, Any] | None] = {}
-    for setting in settings():
-        wanted = setting.group in groups and setting.label.startswith(tuple(arguments.only.split(",")))
-        if wanted and time.monotonic() - start < arguments.seconds:
+    for setting in wanted:
+        if time.monotonic() - start < arguments.seconds:
             print(f"\n{setting.label}", file=sys.stderr, flush=True)
-            found[setting.label] = document = apart(setting, arguments.num_prompts)
+            child = made.get(setting) or begin(setting)
+            found[setting.label] = document = child.measured()
             print(row(setting.label, document), file=sys.stderr, flush=True)
             if arguments.out:  # at once: somebody may stop it
                 kept = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
