@@ -20,7 +20,7 @@ from qinfer.server.deltas import Delta, Progress
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from qinfer.server.sampling import chat_params, check_room
 from qinfer.server.state import ServerState
-from qinfer.server.tools import NamedChoice, reader_of
+from qinfer.server.tools import NamedChoice, reader_of, text_or_calls
 from qinfer.server.turn import Turn, whole
 from qinfer.server.wire import Body, Chat, ChatChoice, ChatLogprobs, ChatMessage, Usage
 
@@ -41,8 +41,11 @@ def work_of(state: ServerState, request: ChatRequest) -> Work:
     token_ids = prompt_of(state, request, keep=request.truncate_prompt_tokens, add_special_tokens=special)
     room = check_room(len(token_ids), engine.max_model_len)
     params = chat_params(request, engine.default_sampling_params, room=room)
-    if request.choice == "auto" and state.hides_calls:
-        params.skip_special_tokens = False
+    if request.choice == "auto":
+        params.skip_special_tokens &= not state.hides_calls
+        if params.structured_outputs is not None:
+            tools, form = request.tools or (), params.structured_outputs
+            params.structured_outputs = text_or_calls(tools, form, state.tool_parser)
     return Work(token_ids, None, params)
 
 

@@ -152,11 +152,3 @@ class ChatRequest(Conversation, GenerationRequest):
     def form(self) -> StructuredOutputsParams | None:
         """The form of calls where the choice demands some, else that of the text."""
         return form_of_calls(self.tools or (), self.choice, parallel=self.parallel) or super().form()
-
-    def refuse_absent(self) -> None:
-        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
-        super().refuse_absent()
-        if self.choice == "auto" and (self.structured_outputs is not None or self.has_form):
-            raise NotImplementedError(
-                "qinfer does not have tools together with response_format: use tool_choice required or none"
-            )

@@ -87,12 +87,28 @@ def form_of_calls(tools: Sequence[Tool], choice: Any, *, parallel: bool) -> Stru
     if choice != "required":
         return None
     more = ' (", " call)*' if parallel else ""
-    rules = [f'start: "[" call{more} "]"', f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
-    for i, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
-        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
-        spaced = {**_schema(tool.function), "x-guidance": {"whitespace_pattern": WHITESPACE}}
-        rules.append(f"arguments_{i}: %json {json.dumps(spaced)}")
+    rules = [f'start: "[" call{more} "]"', *_rules(tools)]
+    return StructuredOutputsParams(grammar="\n".join(rules))
+
+
+def text_or_calls(
+    tools: Sequence[Tool], text: StructuredOutputsParams, parser: ToolParser
+) -> StructuredOutputsParams:
+    """A grammar for JSON of the text's schema, or else calls; NotImplementedError where they look alike."""
+    if text.kind not in ("json", "json_object"):
+        raise NotImplementedError(f"qinfer does not have tools together with structured_outputs.{text.kind}")
+    if parser != "hermes":
+        raise NotImplementedError(
+            "qinfer does not have response_format with the tools of this model, unmarked JSON"
+        )
+    schema = text.schema() if text.kind == "json" else {"type": "object"}
+    marked = f'{json.dumps(HermesReader.START)} "\\n" call "\\n" {json.dumps(HermesReader.END)}'
+    rules = [
+        'start: text | marked ("\\n" marked)*',
+        f"marked: {marked}",
+        f"text: {_json(schema)}",
+        *_rules(tools),
+    ]
     return StructuredOutputsParams(grammar="\n".join(rules))
 
 
@@ -123,6 +139,21 @@ def parser_of(template: str) -> ToolParser:
     if "tools" in template and '"parameters"' in template:
         return "llama3_json"
     return "none"
+
+
+def _rules(tools: Sequence[Tool]) -> list[str]:
+    """Lark rules of `call`: one of the tools with its arguments."""
+    rules = [f"call: {' | '.join(f'call_{i}' for i in range(len(tools)))}"]
+    for i, tool in enumerate(tools):
+        head = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        rules.append(f'call_{i}: {head} arguments_{i} "}}"')
+        rules.append(f"arguments_{i}: {_json(_schema(tool.function))}")
+    return rules
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """A Lark term for JSON of a schema."""
+    return f"%json {json.dumps({**schema, 'x-guidance': {'whitespace_pattern': WHITESPACE}})}"
 
 
 def _schema(function: Function) -> Mapping[str, Any]:

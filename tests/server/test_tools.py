@@ -201,9 +201,31 @@ def test_mistakes_are_400_and_named(served, changes, param):
     assert served.scripted.seen == []
 
 
-def test_tools_with_a_form_of_the_text_are_not_there_yet(served):
-    body = {"messages": HELLO, "tools": TOOLS, "response_format": {"type": "json_object"}}
-    assert served.post(PATH, body).status_code == 501
+def test_tools_with_a_form_of_the_text_that_is_no_json_are_not_there(serve_scripted):
+    body = {"messages": HELLO, "tools": TOOLS, "structured_outputs": {"regex": "a"}}
+    with serve_scripted(tool_call_parser="hermes") as served:
+        assert served.post(PATH, body).status_code == 501
+
+
+ANSWER = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+
+
+def test_auto_with_a_form_leaves_json_or_calls(serve_scripted, tokenizer):
+    schema = {**ANSWER, "additionalProperties": False}
+    body = {"messages": HELLO, "tools": TOOLS, "max_tokens": 1}
+    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with serve_scripted(tool_call_parser="hermes") as served:
+        assert served.post(PATH, body).status_code == 200
+        (params,) = served.scripted.seen
+        matcher = served.scripted.grammars.compile(params.structured_outputs)
+    for text in ('{"ok": true}', '<tool_call>\n{"name": "get", "arguments": {"city": "x"}}\n</tool_call>'):
+        trial = matcher.deep_copy()
+        assert trial.consume_tokens(tokenizer.encode(text)), text
+        assert trial.is_accepting()
+    for text in ("ok", '{"name": "get"', '<tool_call>\n{"name": "set"'):
+        assert not matcher.deep_copy().consume_tokens(tokenizer.encode(text)), text
+    with serve_scripted(tool_call_parser="llama3_json") as served:
+        assert served.post(PATH, body).status_code == 501
 
 
 def test_the_template_may_be_counted_with_tools(serve_scripted):
