@@ -6,14 +6,15 @@ there is one graph for every padded shape (`plan.shapes`). Nothing in a step dep
 of tensors: the attention's work is cut on the device.
 
 Graphs share one pool of memory, and the largest is captured first, so that the others find room in what it
-took: they never run at the same time. A graph ends with hidden states; logits and sampling follow by ordinary
-launches, because what is asked for differs from step to step, and logits of every size would have to be kept.
+took: they never run at the same time. A graph ends with hidden states, because what follows differs from step
+to step, and logits of every size would have to be kept. What follows a decode step of greedy sequences alone
+is a second graph, down to their tokens; else logits and sampling are launched one by one.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,15 +32,41 @@ if TYPE_CHECKING:
 class StepGraphs:
     """Captured steps of some shapes; `num_bytes` of device memory went into them."""
 
-    def __init__(self, graphs: dict[Shape, torch.cuda.CUDAGraph], hidden: Tensor, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._graphs = graphs
+    def __init__(self, hidden: Tensor, ids: Tensor) -> None:
+        """`hidden` [T, H] and `ids` [S] are where results of the largest shapes have room."""
+        self.num_bytes = 0
+        self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._choices: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
         self._hidden = hidden
+        self._ids = ids
+
+    def add(self, runner: Runner, shape: Shape) -> None:
+        """Captures the steps of one more shape, on the current stream."""
+        assert runner.buffers is not None
+        inputs = runner.buffers.inputs(shape)
+        hidden, ids = self._hidden[: shape.num_tokens], self._ids[: shape.num_tokens]
+        self._graphs[shape] = self._captured(lambda: hidden.copy_(runner.forward(inputs)))
+        if shape.decodes:
+            self._choices[shape] = self._captured(lambda: ids.copy_(runner.choose(hidden, inputs)))
 
     def replay(self, shape: Shape) -> Tensor:
         """Runs the step whose inputs are in the buffers -> hidden states [T, H], good until the next."""
         self._graphs[shape].replay()
         return self._hidden[: shape.num_tokens]
+
+    def greedy(self, shape: Shape) -> Tensor:
+        """The likeliest tokens [S] after the decode step that was just replayed, good until the next."""
+        self._choices[shape].replay()
+        return self._ids[: shape.num_tokens]
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        work()  # whatever is made at first use is made outside
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool)
+        work()
+        graph.capture_end()
+        return graph
 
 
 def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | None:
@@ -54,22 +81,15 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     of = shapes(runner.limits) if of is None else of
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
-    hidden = torch.empty(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+    hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+    graphs = StepGraphs(hidden, torch.zeros(longest, dtype=torch.int64, device=device))
     free = _free_memory(device)
-    graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-    pool, stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
-    with torch.inference_mode(), torch.cuda.stream(stream):
+    with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)):
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
-            inputs = runner.buffers.inputs(shape)
-            runner.forward(inputs)  # whatever is made at first use is made outside
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=pool)
-            hidden[: shape.num_tokens].copy_(runner.forward(inputs))
-            graph.capture_end()
-            graphs[shape] = graph
-    num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
-    return StepGraphs(graphs, hidden, num_bytes)
+            graphs.add(runner, shape)
+    graphs.num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
+    return graphs
 
 
 def why_it_waits(runner: Runner) -> str | None:

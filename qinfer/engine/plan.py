@@ -38,6 +38,11 @@ class Shape(NamedTuple):
     num_tokens: int
     num_seqs: int
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is of steps of one token for each sequence."""
+        return self.num_tokens == self.num_seqs
+
 
 def shape_of(num_tokens: int, num_seqs: int, limits: StepLimits, *, decodes: bool) -> Shape | None:
     """Of a step of so many tokens, which `decodes` one token of each sequence or not; None: not padded."""

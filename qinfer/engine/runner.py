@@ -26,7 +26,7 @@ from qinfer.engine.graphs import StepGraphs
 from qinfer.engine.inputs import StepInputs, Tables, step_arrays, step_inputs
 from qinfer.engine.kv_pool import KVPool
 from qinfer.engine.options import StepLimits
-from qinfer.engine.plan import StepPlan, shape_of
+from qinfer.engine.plan import Shape, StepPlan, shape_of
 from qinfer.engine.sampler import Draw, choose
 from qinfer.model.decoder import Decoder
 from qinfer.model.heads import Heads
@@ -42,6 +42,14 @@ class StepOutput(NamedTuple):
 
     logits: Tensor
     hidden: Mapping[int, Tensor]
+
+
+class _Computed(NamedTuple):
+    """Hidden states after the final norm [T, H] of a step, and the shape of the graph that made them."""
+
+    hidden: Tensor
+    inputs: StepInputs
+    replayed: Shape | None
 
 
 class Launched(Protocol):
@@ -136,7 +144,7 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
         """Computes the plan's tokens, whose K and V are in the pages afterwards."""
-        hidden, inputs = self._hidden(plan, token_ids, None)
+        hidden, inputs, _ = self._compute(plan, token_ids, None)
         kept: dict[int, Tensor] = {}
         row = num_sampled = 0
         for chunk in plan.chunks:
@@ -150,11 +158,11 @@ class Runner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
         """As `run`, and chooses the tokens; nothing waits for the device."""
-        hidden, inputs = self._hidden(plan, token_ids, draw)
-        logits = self._sampled_logits(hidden, inputs, to_compare=draw is None)
-        ids = choose(logits, inputs.draw, limited=draw is not None and draw.limited)
-        lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
-        self._last.index_copy_(0, lanes, ids.clamp(min=0))
+        hidden, inputs, replayed = self._compute(plan, token_ids, draw)
+        if replayed is not None and self.graphs is not None and replayed.decodes and draw is None:
+            ids = self.graphs.greedy(replayed)
+        else:
+            ids = self.choose(hidden, inputs, limited=draw is not None and draw.limited)
         return Arriving(ids[: sum(chunk.sample for chunk in plan.chunks)])
 
     @torch.inference_mode()
@@ -170,7 +178,16 @@ class Runner:
         attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
         return self.decoder.forward(token_ids, inputs.positions, attend)
 
-    def _hidden(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> tuple[Tensor, StepInputs]:
+    @torch.inference_mode()
+    def choose(self, hidden: Tensor, inputs: StepInputs, *, limited: bool = False) -> Tensor:
+        """Tokens [S] of a step's sampled rows, -1 for NaN; kept on the device for the lanes' next step."""
+        logits = self._sampled_logits(hidden, inputs, to_compare=inputs.draw is None)
+        ids = choose(logits, inputs.draw, limited=limited)
+        lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
+        self._last.index_copy_(0, lanes, ids.clamp(min=0))
+        return ids
+
+    def _compute(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> _Computed:
         arrays = step_arrays(plan, token_ids, self._tables)
         shape = None
         if self.buffers is not None and backend.runs_kernels():
@@ -178,9 +195,11 @@ class Runner:
             shape = shape_of(num_tokens, num_seqs, self.limits, decodes=arrays.is_decode)
         if self.buffers is None or shape is None:
             inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
-            return self.forward(inputs), inputs
+            return _Computed(self.forward(inputs), inputs, None)
         inputs = self.buffers.fill(arrays, draw, shape)
-        return self.forward(inputs) if self.graphs is None else self.graphs.replay(shape), inputs
+        if self.graphs is None:
+            return _Computed(self.forward(inputs), inputs, None)
+        return _Computed(self.graphs.replay(shape), inputs, shape)
 
     def _sampled_logits(self, hidden: Tensor, inputs: StepInputs, *, to_compare: bool = False) -> Tensor:
         """Of a decode step's padded rows too."""

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qinfer.engine import graphs
 from qinfer.engine.buffers import StepBuffers
 from qinfer.engine.engine import Engine
+from qinfer.engine.graphs import StepGraphs
 from qinfer.engine.inputs import Tables, step_arrays
 from qinfer.engine.options import EngineOptions, StepLimits
 from qinfer.engine.plan import Chunk, Shape, StepPlan, bucket, buckets, shape_of, shapes
@@ -151,6 +154,51 @@ def test_a_padded_step_that_was_launched_ahead_has_the_same_tokens(
     ]
     outputs = run(ahead, requests)
     assert ahead.stats().num_preemptions > 0
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in run(plain, requests).items()}
+
+
+class Recorded:
+    """A CUDA graph that does its work again when it is replayed."""
+
+    def capture_begin(self, pool: object) -> None: ...
+
+    def capture_end(self) -> None: ...
+
+    def replay(self) -> None:
+        self.work()
+
+
+def test_replayed_graphs_have_the_same_tokens(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured, over which tensors, and which graph is replayed for which step."""
+    decoder, tokenizer = load_tiny("llama3")
+    options = EngineOptions(num_kv_blocks=30, max_num_seqs=7, max_num_batched_tokens=256)
+    ahead, plain = (Engine(decoder, tokenizer, options) for _ in range(2))
+    runner = ahead.runner
+    assert isinstance(runner, Runner)
+    runner.overlaps = True
+    runner.buffers = StepBuffers(runner._tables, runner.limits, decoder.device)
+    captured, greedy = StepGraphs._captured, StepGraphs.greedy
+
+    def recorded(self: StepGraphs, work: Callable[[], object]) -> Any:
+        graph = captured(self, work)
+        graph.work = torch.inference_mode()(work)
+        return graph
+
+    for name, value in (("CUDAGraph", Recorded), ("graph_pool_handle", tuple), ("stream", nullcontext)):
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(graphs, "_capture_stream", lambda device: device)
+    monkeypatch.setattr(graphs, "_free_memory", lambda device: 0)
+    monkeypatch.setattr(StepGraphs, "_captured", recorded)
+    monkeypatch.setattr(
+        StepGraphs, "greedy", lambda self, shape: greedy(self, shape).clone()
+    )  # as to the host
+    monkeypatch.setattr("qinfer.backend.runs_kernels", lambda: True)
+    runner.graphs = graphs.capture(runner)
+    requests = [
+        (i % 5, prompt_of(1 + 9 * i, i), SamplingParams(temperature=0.7 * (i > 7), seed=i, max_tokens=30))
+        for i in range(11)
+    ]
+    outputs = run(ahead, requests)
     assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in run(plain, requests).items()}
 
 
