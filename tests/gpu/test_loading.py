@@ -8,9 +8,9 @@ import torch
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.dummy import PANEL, open_dummy
-from qinfer.engine.sizing import tensor_bytes
 from qinfer.llm import LLM
 from qinfer.model.decoder import load_decoder
+from qinfer.model.storage import tensor_bytes
 from qinfer.quant import SCHEMES
 from qinfer.sampling_params import SamplingParams
 from qinfer.testing import tiny_config, tiny_model
@@ -38,7 +38,7 @@ def test_dummy_weights_are_made_layer_by_layer(folder: Path, scheme: str) -> Non
     decoder = load_decoder(checkpoint, device=GPU)
     peak = torch.cuda.max_memory_allocated() - before
     layer = checkpoint.num_bytes // 6
-    assert tensor_bytes(decoder) == pytest.approx(checkpoint.num_bytes, rel=0.02)
+    assert tensor_bytes(decoder) == pytest.approx(checkpoint.num_bytes, rel=0.04)
     # beside the weights: a layer's file tensors and their joined copies, and what quantizing a panel takes
     assert peak < tensor_bytes(decoder) + 3 * layer + 40 * PANEL
 
