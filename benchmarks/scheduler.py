@@ -1,6 +1,6 @@
 """What a step costs the host, apart from any model: schedule, inputs, launching, booking.
 
-    python benchmarks/scheduler.py [--seqs 512] [--steps 200]
+    python benchmarks/scheduler.py [--seqs 512] [--steps 200] [--out FILE]
 
 A launched engine (as on a GPU) runs greedy sequences of 512 prompt tokens on a runner that computes nothing:
 it makes a decode step's inputs as the real one does, padded, and knows the tokens. So what is measured is all
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import statistics
 import tempfile
 import time
@@ -103,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seqs", type=int, nargs="+", default=[1, 64, 256, 512])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--out", type=Path, help="file for the JSON document")
     args = parser.parse_args()
     print(f"target: schedule + inputs under {TARGET_MS} ms per step at 512 sequences\n")
     rows = []
@@ -114,7 +116,10 @@ def main() -> None:
                 f"{count:4d} {'drawn ' if drawn else 'greedy'} "
                 + "  ".join(f"{k} {v:.3f} ms" for k, v in found.items())
             )
-    print(json.dumps({"benchmark": "scheduler", "rows": rows}))
+    document = json.dumps({"benchmark": "scheduler", "host": platform.processor(), "rows": rows})
+    print(document)
+    if args.out:
+        args.out.write_text(document + "\n")
 
 
 if __name__ == "__main__":
