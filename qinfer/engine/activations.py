@@ -17,13 +17,14 @@ from qinfer.engine.plan import shapes
 
 MIB = 1 << 20
 # On a GPU, in bytes; measured on an H200 with torch 2.11
-RUNTIME = 736 * MIB  # CUDA's context (527), libraries and kernels, and what the allocator cannot use
+RUNTIME = 768 * MIB  # CUDA's context (527), libraries and kernels
+WORKSPACE = 40 * MIB  # of cuBLAS (32), and what a step's tensors lie in
 SLICE = 104 * MIB  # copies of a slice of logits, for penalties or log-probabilities
 WIDE_TOKENS, WIDE_PER_ROW, WIDE_BYTES = 32768, 20, 128 * MIB  # 8-bit pages of a step's chunks, widened
 GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
 WIDENED_ABOVE = {"w4a16": 1024, "w8a16-int8": 2048}  # tokens for which a weight is widened
 LEAST_TOKENS = 512  # of a step, below which a GPU's products are no longer efficient
-SHARE = 40  # a step's share of what the weights leave of a budget is one part of so many, at most
+SHARE = 48  # a step's share of what the weights leave of a budget is one part of so many, at most
 
 
 def cpu_step_bytes(config: ModelConfig, limits: StepLimits, item_bytes: int) -> int:
@@ -87,7 +88,7 @@ def gpu_step_bytes(build: Build, limits: StepLimits) -> int:
     logits = seqs * build.config.vocab_size
     sampling = tokens * build.config.hidden_size * item + 4 * logits + max(item * logits, SLICE)
     tables = 3 * seqs * 8 * -(-limits.max_model_len // limits.block_size)
-    return max(layer_bytes(build, tokens), sampling) + tables
+    return max(layer_bytes(build, tokens), sampling) + tables + WORKSPACE
 
 
 def graph_bytes(build: Build, limits: StepLimits) -> int:

@@ -49,12 +49,13 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
     runner = Runner(decoder, pool, limits)
     runs_kernels = backend.runs_kernels()
     if runs_kernels:
         compile_kernels(runner)
+        torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     try:
         run_largest(runner, options.max_logprobs)
     except torch.cuda.OutOfMemoryError:
@@ -63,7 +64,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
             f"not fit beside {format_size(before)} of weights: lower max_num_batched_tokens or max_num_seqs",
             "max_num_batched_tokens",
         ) from None
-    activations = torch.cuda.max_memory_allocated(device) - before
+    activations = torch.cuda.max_memory_reserved(device) - before
     graphs = _graph_bytes(runner) if runs_kernels and not options.enforce_eager else 0
     del runner, pool
     torch.cuda.empty_cache()

@@ -9,12 +9,10 @@ number of pages, or of bytes for them, overrides this. The longest sequence is o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from qinfer import backend
 from qinfer.engine import budget, footprint, memory
@@ -28,6 +26,7 @@ from qinfer.env import host_memory
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.model.head import saved_bytes
+from qinfer.model.storage import tensor_bytes
 from qinfer.quant import W4A16, Dense
 
 logger = logging.getLogger(__name__)
@@ -173,31 +172,3 @@ def available_memory(device: torch.device) -> int:
         return host_memory().available
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-def tensor_bytes(model: Any) -> int:
-    """Bytes of all memory that the tensors within an object refer to, each counted once."""
-    sizes = {}
-    for tensor in _tensors(model, set()):
-        storage = tensor.untyped_storage()
-        sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
-def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, list | tuple):
-        children = list(value)
-    elif type(value).__module__.startswith("qinfer."):
-        children = list(getattr(value, "__dict__", {}).values())
-    else:
-        children = []
-    for child in children:
-        yield from _tensors(child, seen)

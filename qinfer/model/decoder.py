@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ from qinfer.model.head import make_head
 from qinfer.model.linear import FileTensors, Linear
 from qinfer.model.parts import Attend, Attention, Mlp, Tap
 from qinfer.model.rotary import Rope, RotaryEmbedding
+from qinfer.model.storage import Aside
 
 _CPU = torch.device("cpu")
 
@@ -216,14 +218,24 @@ def load_decoder(
     config = checkpoint.config
     dtype = dtype or getattr(torch, config.dtype)
     assert isinstance(dtype, torch.dtype)
-    ends = _filled(checkpoint, global_tensors(config), device, dtype)
-    embedding, norm = (ends[f"{config.tensor_prefix}{name}.weight"] for name in ("embed_tokens", "norm"))
-    head = make_head(embedding if config.tie_word_embeddings else ends.pop("lm_head.weight"), lm_head_dtype)
+    aside = Aside(device)
+    embedding, norm, head = aside(partial(_ends, checkpoint, device, dtype, lm_head_dtype))
     indices: Iterable[int] = range(config.num_layers)
     if progress:
         indices = tqdm(indices, desc="loading", unit="layer", delay=1.0)
-    layers = [load_layer(checkpoint, i, device=device, dtype=dtype) for i in indices]
+    layers = [aside(partial(load_layer, checkpoint, i, device=device, dtype=dtype)) for i in indices]
     return Decoder(config, embedding, layers, norm, head)
+
+
+def _ends(
+    checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, lm_head_dtype: str
+) -> tuple[Tensor, Tensor, Linear]:
+    """Embedding, final norm and head."""
+    config = checkpoint.config
+    ends = _filled(checkpoint, global_tensors(config), device, dtype)
+    embedding, norm = (ends[f"{config.tensor_prefix}{name}.weight"] for name in ("embed_tokens", "norm"))
+    head = embedding if config.tie_word_embeddings else ends.pop("lm_head.weight")
+    return embedding, norm, make_head(head, lm_head_dtype)
 
 
 def load_layer(checkpoint: Checkpoint, index: int, *, device: torch.device, dtype: torch.dtype) -> Layer:

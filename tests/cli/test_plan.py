@@ -73,7 +73,7 @@ def test_plan_shortens_steps_where_the_budget_is_small_and_says_so(qinfer, llama
 
     settled = steps()
     assert settled["dense"] == 2048
-    assert set(settled.values()) <= {2048, 4096}
+    assert settled["w4a16 g128 asym"] == 1024  # where no weight is unpacked
     assert set(steps("--max-num-batched-tokens", 8192).values()) == {8192}
     assert "a step of" in qinfer("plan", llama, "--memory", "24GiB").stdout
     assert "a step of" not in qinfer("plan", llama, "--memory", "80GiB").stdout

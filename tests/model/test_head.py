@@ -9,12 +9,12 @@ import torch
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.config import ModelConfig
-from qinfer.engine.sizing import tensor_bytes
 from qinfer.errors import UserError
 from qinfer.llm import LLM
 from qinfer.model import head
 from qinfer.model.decoder import Decoder, load_decoder
 from qinfer.model.head import make_head, saved_bytes
+from qinfer.model.storage import tensor_bytes
 from qinfer.testing import error_ratio, tiny_model
 
 
