@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
 from qinfer.engine.plan import StepPlan, shape_of
 from qinfer.engine.runner import Arriving, TokenIds
 from qinfer.engine.sampler import Draw
+from qinfer.env import cpu_name
 from qinfer.model.decoder import load_decoder
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.testing import tiny_model
@@ -116,7 +116,7 @@ def main() -> None:
                 f"{count:4d} {'drawn ' if drawn else 'greedy'} "
                 + "  ".join(f"{k} {v:.3f} ms" for k, v in found.items())
             )
-    document = json.dumps({"benchmark": "scheduler", "host": platform.processor(), "rows": rows})
+    document = json.dumps({"benchmark": "scheduler", "host": cpu_name(), "rows": rows})
     print(document)
     if args.out:
         args.out.write_text(document + "\n")
