@@ -182,13 +182,15 @@ def _measure(op: Op, weight: Weight, x: Tensor) -> dict[str, Any]:
     return row
 
 
-def main(doc: str | None, ops: dict[str, Op], start: Callable[[], None]) -> None:
+def main(
+    doc: str | None, ops: dict[str, Op], start: Callable[[], None], buckets: tuple[int, ...] = BUCKETS
+) -> None:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the JSON document here too")
     parser.add_argument("--tune", type=Path, help="search tiles and write the tables' rows here")
     parser.add_argument("--ops", default=",".join(ops))
     parser.add_argument("--shapes", default=",".join(f"{n}x{k}" for n, k in SHAPES))
-    parser.add_argument("--tokens", default=",".join(map(str, BUCKETS)))
+    parser.add_argument("--tokens", default=",".join(map(str, buckets)))
     arguments = parser.parse_args()
     chosen = {name: ops[name] for name in arguments.ops.split(",")}
     if arguments.tune:

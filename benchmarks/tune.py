@@ -176,7 +176,8 @@ def product_rows(part: str, shapes: list[tuple[int, int]]) -> Table:
         rows: Table = w4a16.tune(shapes, list(w4a16.UPPER))["rows"]
         return rows
     module = {"w8a16": w8a16, "w8a8": w8a8}[part]
-    found: Table = products.tune(module.OPS, shapes, list(products.BUCKETS), module.start)["rows"]
+    buckets = w8a16.BUCKETS if part == "w8a16" else products.BUCKETS
+    found: Table = products.tune(module.OPS, shapes, list(buckets), module.start)["rows"]
     return found
 
 

@@ -78,13 +78,15 @@ CANDIDATES = {
     512: MANY,
     1024: MANY,
 }
+STAGES = {16: (7, 10), 32: (8,), 64: (5, 6)}  # of the kernel with one task per warp
 
 
 def candidates(m: int) -> list[Config]:
     """Tiles to try for m tokens. Tokens come by the copy engine where there are many."""
     names = ("BM", "BN", "MODE", "UNROLL", "WARPS", "STAGES", "REGISTERS")
     found = [dict(zip(names, values, strict=True)) for values in CANDIDATES[m]]
-    return [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 8} for tile in found]
+    found = [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 8} for tile in found]
+    return found + [{"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": stages} for stages in STAGES.get(m, ())]
 
 
 class Weight(NamedTuple):
@@ -156,14 +158,15 @@ def tune(shapes: list[tuple[int, int]], tokens: list[int]) -> dict[str, Any]:
             times = []
             for tile in candidates(m):
                 number = -(-n // tile["BN"]) * -(-m // tile["BM"])
-                for way in cuts(number, -(-k // (w4a16.INPUTS * tile["UNROLL"])), cores):
+                for way in cuts(number, -(-k // (w4a16.INPUTS * tile.get("UNROLL", 1))), cores):
                     whole = tile | way
                     if error_ratio(own(whole, x, weight.packed[0]), expected) < 4e-3:
                         times.append((timed(whole, x, weight), whole))
                     else:
                         print("wrong:", n, k, m, whole)
             times.sort(key=lambda entry: entry[0])
-            best = [tile | {"AHEAD": ahead} for _, tile in times[:4] for ahead in (0, 4, 16, 32)]
+            best = [tile for _, tile in times[:4] if "AHEAD" in tile]
+            best = [tile | {"AHEAD": ahead} for tile in best for ahead in (0, 4, 16, 32)]
             times += [(timed(tile, x, weight), tile) for tile in best]
             times.sort(key=lambda entry: entry[0])
             measured += [(n, k, m, base, *entry) for entry in times]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import products
 from products import Entry, Op, Weight, copies, main, register, splits
 from torch import Tensor
 
@@ -21,7 +22,9 @@ from qinfer.kernels.quantize_per_token import fp8_per_token, int8_per_token
 
 # BM, BN, BK, num_warps, num_stages
 MANY = ((256, 128, 64, 8, 4), (256, 128, 64, 8, 3))
+BUCKETS = (8, *products.BUCKETS)
 PRODUCTS = {
+    8: ((8, 64, 128, 2, 8), (8, 64, 256, 2, 4), (8, 64, 256, 2, 3), (8, 128, 256, 4, 3)),
     16: ((16, 128, 128, 4, 4), (16, 128, 128, 4, 3), (16, 64, 256, 4, 3), (16, 64, 256, 4, 4)),
     32: ((32, 128, 128, 4, 4), (32, 128, 128, 4, 3), (32, 64, 128, 4, 4), (32, 64, 256, 4, 3)),
     64: ((64, 128, 128, 4, 3), (64, 64, 128, 4, 4), (64, 64, 256, 4, 3)),
@@ -32,6 +35,7 @@ PRODUCTS = {
     2048: MANY,
     4096: MANY,
 }
+STAGES = {16: 6, 32: 5, 64: 4, 128: 3}  # of the kernel with one task per warp
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
@@ -41,6 +45,12 @@ def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
         tiles, steps = -(-m // tile["BM"]) * -(-n // tile["BN"]), -(-k // tile["BK"])
         for s in splits(tiles, steps) if m <= 512 else [1]:
             for early in (1, 2) if s > 1 else (0, 1, 2):
+                yield tile | {"SPLITS": s, "EARLY": early}
+    if 8 < m <= 128:
+        tile = {"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": STAGES[m]}
+        tiles = -(-n // 256)
+        for s in [1] if tiles > 66 else [s for s in range(2, 9) if 66 < tiles * s <= 132]:
+            for early in (1, 2):
                 yield tile | {"SPLITS": s, "EARLY": early}
     if m >= 1024:
         yield {"WIDEN": 1}
@@ -91,4 +101,4 @@ def start() -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, OPS, start)
+    main(__doc__, OPS, start, BUCKETS)
