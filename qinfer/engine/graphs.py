@@ -13,8 +13,10 @@ is a second graph, down to their tokens; else logits and sampling are launched o
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -85,7 +87,7 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     graphs = StepGraphs(hidden, torch.zeros(longest, dtype=torch.int64, device=device))
     free = _free_memory(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
-    with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)):
+    with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)), _no_collection():
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
             graphs.add(runner, shape)
     graphs.num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
@@ -114,6 +116,19 @@ def why_it_waits(runner: Runner) -> str | None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return None
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Python collects before, not within: graphs of an engine that is gone may not end during a capture."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
