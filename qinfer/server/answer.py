@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
+from qinfer.server import beams
 from qinfer.server.deltas import usage_of
 from qinfer.server.protocol import GenerationRequest
 from qinfer.server.sampling import check_room
@@ -71,20 +72,22 @@ class Answer(ABC):
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt, output) as they come; closing this aborts what still runs."""
         unique = uuid.uuid4().hex[:8]  # clients choose ids, and may choose the same
-        sources = [
-            self.state.engine.generate(
-                {"prompt": work.text, "prompt_token_ids": work.token_ids},
-                work.params,
-                f"{self.id}-{unique}-{index}",
-                priority=self.request.priority,
-                cache_salt=self.request.cache_salt,
-            )
-            for index, work in enumerate(self.work)
-        ]
+        sources = [self._source(work, f"{self.id}-{unique}-{i}") for i, work in enumerate(self.work)]
         async with aclosing(merge(sources)) as merged:
             async for index, output in merged:
                 self.latest[index] = output
                 yield index, output
+
+    def _source(self, work: Work, request_id: str) -> AsyncGenerator[RequestOutput, None]:
+        if self.request.use_beam_search:
+            return beams.search(self.state, self.request, work.token_ids, work.params, request_id)
+        return self.state.engine.generate(
+            {"prompt": work.text, "prompt_token_ids": work.token_ids},
+            work.params,
+            request_id,
+            priority=self.request.priority,
+            cache_salt=self.request.cache_salt,
+        )
 
     def usage(self) -> Usage:
         """Token counts so far."""

@@ -66,7 +66,7 @@ class ChatAnswer(ChunkedAnswer):
     ) -> None:
         super().__init__(state, request, answer_id, work)
         self._progress: dict[int, Progress] = {}
-        self._turns = [turn_of(state, request) for _ in range(work[0].params.n)]
+        self._turns = [turn_of(state, request) for _ in range(request.n or 1)]
         self._num_finished = 0
 
     def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
@@ -119,7 +119,7 @@ class ChatAnswer(ChunkedAnswer):
         more: dict[str, Any] = self.usage_field()
         if delta.finish_reason is not None:
             self._num_finished += 1
-            if self._num_finished == self.work[0].params.n:
+            if self._num_finished == len(self._turns):
                 more["system_fingerprint"] = self.state.fingerprint
         return self._chat("chat.completion.chunk", [self._choice(index, delta, {"delta": said})], more)
 

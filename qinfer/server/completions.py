@@ -29,6 +29,8 @@ from qinfer.server.wire import Body, Completion, CompletionChoice, CompletionLog
 async def answer(state: ServerState, request: CompletionRequest, request_id: str) -> Response:
     """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
     state.admit(request)
+    if request.suffix:
+        raise NotImplementedError("qinfer does not have fill-in-the-middle (suffix)")
     work = await asyncio.to_thread(_work, state, request)  # a long prompt must not hold up every stream
     return await CompletionAnswer(state, request, f"cmpl-{request.request_id or request_id}", work).respond()
 
@@ -102,7 +104,7 @@ class CompletionAnswer(ChunkedAnswer):
     def _choice(
         self, prompt: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice | None:
-        index = prompt * self.work[prompt].params.n + completion.index
+        index = prompt * len(output.outputs) + completion.index
         first = index not in self._progress
         progress = self._progress.setdefault(index, Progress(self.request.stream_interval or 1))
         if not self.generated:

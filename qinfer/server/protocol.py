@@ -24,6 +24,7 @@ from qinfer.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 1024
 MAX_STOPS = 4
+MAX_BEAMS = 64
 _INT64 = 2**63
 
 
@@ -167,6 +168,8 @@ class GenerationRequest(BaseModel):
             raise ValueError("prompt_logprobs cannot be streamed: leave out stream")
         if self.use_beam_search and self.stream:
             raise ValueError("beam search cannot be streamed")
+        if self.use_beam_search and (self.n or 1) > MAX_BEAMS:
+            raise ValueError(f"beam search has at most {MAX_BEAMS} beams (n)")
         if self.structured_outputs is not None and self.has_form:
             raise ValueError("response_format and structured_outputs say the same thing: leave one out")
         return self
@@ -186,11 +189,6 @@ class GenerationRequest(BaseModel):
         if self.response_format.json_schema is None:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=self.response_format.json_schema.schema_)
-
-    def refuse_absent(self) -> None:
-        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
-        if self.use_beam_search:
-            raise NotImplementedError("qinfer does not have beam search (use_beam_search)")
 
     @property
     def include_usage(self) -> bool:
@@ -223,9 +221,3 @@ class CompletionRequest(GenerationRequest):
         if self.prompt and isinstance(self.prompt[0], int):
             return [self.prompt]
         return cast(Sequence[str | TokenIds], self.prompt)
-
-    def refuse_absent(self) -> None:
-        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
-        super().refuse_absent()
-        if self.suffix:
-            raise NotImplementedError("qinfer does not have fill-in-the-middle (suffix)")

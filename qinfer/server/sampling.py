@@ -98,6 +98,8 @@ def _given(request: GenerationRequest, defaults: SamplingParams) -> dict[str, An
         if (value := getattr(request, name)) is not None:
             given[name] = value
     given["structured_outputs"] = request.form()
+    if request.use_beam_search:
+        given["n"] = 1  # the width of the search, and not of one request
     return given
 
 

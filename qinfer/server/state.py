@@ -58,9 +58,8 @@ class ServerState:
             raise ApiError(404, f"the model {name[:200]!r} does not exist; served here: {served}", "model")
 
     def admit(self, request: GenerationRequest) -> None:
-        """Raises where the request wants another model or a feature that is not there."""
+        """Raises where the request wants another model."""
         self.check_model(request.model)
-        request.refuse_absent()
         if unknown := request.unknown_fields():
             logger.debug("fields that mean nothing here: %s", ", ".join(unknown))
 

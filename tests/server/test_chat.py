@@ -215,7 +215,6 @@ def test_a_template_in_the_request_is_refused_unless_trusted(served, serve_scrip
         ({"tool_choice": "auto"}, 400),
         ({"response_format": {"type": "text"}}, 200),
         ({"structured_outputs": {"structural_tag": {}}}, 501),
-        ({"use_beam_search": True}, 501),
         ({"chat_template_kwargs": {"tools": 1}}, 400),
         ({"a_field_of_tomorrow": {"x": 1}}, 200),
     ],

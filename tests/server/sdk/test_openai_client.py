@@ -124,7 +124,7 @@ def test_echoed_logprobs_are_those_of_the_model(client, reference):
         (openai.BadRequestError, {"messages": []}),
         (openai.BadRequestError, {"extra_body": {"top_k": "x"}}),
         (openai.NotFoundError, {"model": "other"}),
-        (openai.InternalServerError, {"extra_body": {"use_beam_search": True}}),  # 501: not there
+        (openai.InternalServerError, {"extra_body": {"structured_outputs": {"structural_tag": {}}}}),  # 501
     ],
 )
 def test_errors_become_the_sdks_exceptions(client, error, changes):
