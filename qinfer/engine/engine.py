@@ -35,13 +35,14 @@ from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, EngineStats, StepLimits, settle_limits
 from qinfer.engine.pages import PagePool
-from qinfer.engine.plan import Chunk, StepPlan
+from qinfer.engine.plan import StepPlan
 from qinfer.engine.pooling import Pool, Pooling
 from qinfer.engine.request import Request
 from qinfer.engine.request import Sequence as TokenSequence
 from qinfer.engine.runner import Launched, Runner, StepRunner
-from qinfer.engine.sampler import Sampled, Spell, describe, draw_of, sample, slice_rows
+from qinfer.engine.sampler import Sampled, Spell, draw_of, sample, slice_rows
 from qinfer.engine.scheduler import Scheduler
+from qinfer.engine.scoring import LOGIT_ROWS, score_prompt, text_logits
 from qinfer.engine.sizing import size_pool
 from qinfer.engine.structured import Grammars
 from qinfer.engine.warmup import make_ready
@@ -52,8 +53,6 @@ from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time when prompts are scored on a CPU
 
 
 class _UnderWay(NamedTuple):
@@ -227,13 +226,7 @@ class Engine:
             raise UserError("prompt_logits needs an idle engine: wait for the requests that are running")
         pages = self._scored_pages = self.pages.allocate(self.pages.pages_for(len(ids)))
         try:
-            for start in range(0, len(ids), self.limits.max_num_batched_tokens):
-                stop = min(len(ids), start + self.limits.max_num_batched_tokens)
-                held = tuple(pages[: self.pages.pages_for(stop)])
-                plan = StepPlan((Chunk(-1, start, stop, held, sample=False),))
-                hidden = self.runner.run(plan, {-1: ids}, frozenset((-1,))).hidden[-1]
-                for first in range(0, len(hidden), rows):
-                    yield self.runner.logits(hidden[first : first + rows])
+            yield from text_logits(self.runner, self.limits, pages, ids, rows)
         finally:
             self.pages.release(pages)
             self._scored_pages = []
@@ -283,7 +276,8 @@ class Engine:
         out = self.runner.run(plan, {seq.seq_id: seq.token_ids for seq in sequences}, scored)
         for seq, chunk in zip(sequences, plan.chunks, strict=True):
             if seq.seq_id in scored:
-                self._score_prompt(seq.request, chunk, out.hidden[seq.seq_id])
+                hidden = out.hidden[seq.seq_id]
+                score_prompt(seq.request, chunk, hidden, self.runner, self._logit_rows, self._spell)
         ready = _sampled_of(plan, sequences)
         return self._commit(plan, ready, sample(out.logits, ready, self._spell) if ready else [])
 
@@ -311,19 +305,6 @@ class Engine:
                 self.scheduler.finish(seq, "error")
                 self._end(seq)
         return changed
-
-    def _score_prompt(self, request: Request, chunk: Chunk, hidden: Tensor) -> None:
-        """Pools the chunk's rows, or adds log-probabilities of the prompt tokens that follow them."""
-        if request.pool is not None:
-            return request.pool.add(hidden)
-        wanted = request.params.prompt_logprobs
-        assert wanted is not None
-        following = request.prompt_ids[chunk.start + 1 : chunk.stop + 1]
-        for first in range(0, len(following), self._logit_rows):
-            part = following[first : first + self._logit_rows]
-            logits = self.runner.logits(hidden[first : first + len(part)])
-            ids = torch.tensor(part, device=logits.device)
-            request.prompt_logprobs += describe(logits, ids, wanted, self._spell)
 
     def _end(self, seq: TokenSequence) -> None:
         """Last things of a sequence that the scheduler has ended."""

@@ -35,10 +35,7 @@ TokenIds = Mapping[int, Sequence[int]]  # of each sequence, as far as they are k
 
 
 class StepOutput(NamedTuple):
-    """`logits` [S, V] float32 of sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for.
-
-    Hidden states are good until the next step.
-    """
+    """`logits` [S, V] float32 of sampled chunks; `hidden` [rows, H] of all rows of the chunks asked for."""
 
     logits: Tensor
     hidden: Mapping[int, Tensor]
@@ -144,13 +141,13 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
         """Computes the plan's tokens, whose K and V are in the pages afterwards."""
-        hidden, inputs, _ = self._compute(plan, token_ids, None)
+        hidden, inputs, replayed = self._compute(plan, token_ids, None)
         kept: dict[int, Tensor] = {}
         row = num_sampled = 0
         for chunk in plan.chunks:
             stop = row + chunk.stop - chunk.start
             if chunk.seq_id in keep:
-                kept[chunk.seq_id] = hidden[row:stop]
+                kept[chunk.seq_id] = hidden[row:stop] if replayed is None else hidden[row:stop].clone()
             row = stop
             num_sampled += chunk.sample
         return StepOutput(self._sampled_logits(hidden, inputs)[:num_sampled], kept)
