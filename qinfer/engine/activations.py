@@ -92,8 +92,13 @@ def gpu_step_bytes(build: Build, limits: StepLimits) -> int:
 
 
 def graph_bytes(build: Build, limits: StepLimits) -> int:
-    """Planned memory of the CUDA graphs: one for each padded shape, and the largest one's peak."""
+    """Planned memory of the CUDA graphs: the driver's for each padded shape, and the largest one's peak.
+
+    They share a pool, in which decode steps make logits too.
+    """
     captured = shapes(limits)
     largest = captured[0].num_tokens
     hidden = largest * build.config.hidden_size * ITEM_BYTES[build.dtype]
-    return layer_bytes(build, largest) + hidden + len(captured) * build.config.num_layers * GRAPH_LAYER
+    by_driver = len(captured) * build.config.num_layers * GRAPH_LAYER
+    logits = limits.max_num_seqs * build.config.vocab_size * ITEM_BYTES[build.dtype]
+    return max(layer_bytes(build, largest), logits) + hidden + by_driver + WORKSPACE

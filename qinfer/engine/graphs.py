@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from qinfer.engine.activations import GRAPH_LAYER
 from qinfer.engine.budget import measured_use
 from qinfer.engine.plan import Shape, shapes
 
@@ -74,8 +75,8 @@ class StepGraphs:
 def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | None:
     """Graphs of steps of some shapes, all if None; the runner's kernels must be compiled.
 
-    `runner.graphs` is left as it was. The bytes are what the device's free memory lost: whoever asks for
-    some shapes only can tell from them what all will take. None where the runner does not pad its steps.
+    `runner.graphs` is left as it was. Whoever asks for some shapes only can tell from their bytes what all
+    will take. None where the runner does not pad its steps.
     """
     if runner.buffers is None:
         return None
@@ -85,12 +86,13 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     longest = max(of).num_tokens
     hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     graphs = StepGraphs(hidden, torch.zeros(longest, dtype=torch.int64, device=device))
-    free = _free_memory(device)
+    before = _held(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
     with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)), _no_collection():
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
             graphs.add(runner, shape)
-    graphs.num_bytes = measured_use(free, _free_memory(device)) + hidden.nbytes
+    planned = len(of) * decoder.config.num_layers * GRAPH_LAYER
+    graphs.num_bytes = taken(before, _held(device), planned) + hidden.nbytes
     return graphs
 
 
@@ -137,8 +139,26 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _free_memory(device: torch.device) -> int:
-    """Free bytes of the device when torch keeps none for itself."""
+class Held(NamedTuple):
+    """Memory of a device in bytes: free to all, and kept by torch for this process."""
+
+    free: int
+    reserved: int
+
+
+def _held(device: torch.device) -> Held:
+    """When torch keeps nothing unused."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
+    return Held(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
+
+
+def taken(before: Held, after: Held, planned: int) -> int:
+    """Bytes that torch and the driver took, of which `planned` are expected to be the driver's.
+
+    Those show in the device's free memory alone, which others take and give back too: no more than twice
+    what is planned is believed.
+    """
+    by_torch = max(0, after.reserved - before.reserved)
+    lost = measured_use(before.free, after.free)
+    return by_torch + min(max(0, lost - by_torch), 2 * planned)

@@ -11,6 +11,7 @@ from qinfer.engine import activations, budget, footprint, memory
 from qinfer.engine.activations import Build, gpu_step_bytes
 from qinfer.engine.budget import Demand, Space
 from qinfer.engine.footprint import Pages, WeightFormat
+from qinfer.engine.graphs import Held, taken
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, StepLimits, settle_limits
 from qinfer.engine.plan import shapes
@@ -126,6 +127,20 @@ def test_m02_growing_free_memory_is_a_warning_and_never_negative_use(caplog):
     caplog.clear()
     assert budget.measured_use(5 * GIB, 3 * GIB) == 2 * GIB
     assert not caplog.text
+
+
+def test_m01_graphs_are_not_charged_with_what_a_neighbour_takes(caplog):
+    mib = 1 << 20
+    before = Held(free=9000 * mib, reserved=500 * mib)
+    for lost, by_torch, expected in (
+        (130, 60, 130),  # 70 by the driver, of 64 planned
+        (60, 60, 60),
+        (130 + 5000, 60, 60 + 2 * 64),  # a neighbour took 5000
+        (-3000, 60, 60),  # or gave 3000 back (M02)
+    ):
+        after = Held(before.free - lost * mib, before.reserved + by_torch * mib)
+        assert taken(before, after, planned=64 * mib) == expected * mib
+    assert "another process released some" in caplog.text
 
 
 def test_m05_every_size_follows_the_kv_dtype():
@@ -277,6 +292,7 @@ def test_graphs_are_planned_by_number_and_largest():
         activations.layer_bytes(build, largest)
         + largest * 4096 * 2
         + len(captured) * 32 * activations.GRAPH_LAYER
+        + activations.WORKSPACE
     )
     short = activations.graph_bytes(build, limits._replace(max_num_batched_tokens=1024))
     assert short < activations.graph_bytes(build, limits)  # which have a peak of their own

@@ -187,7 +187,7 @@ def test_replayed_graphs_have_the_same_tokens(load_tiny: LoadTiny, monkeypatch: 
     for name, value in (("CUDAGraph", Recorded), ("graph_pool_handle", tuple), ("stream", nullcontext)):
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(graphs, "_capture_stream", lambda device: device)
-    monkeypatch.setattr(graphs, "_free_memory", lambda device: 0)
+    monkeypatch.setattr(graphs, "_held", lambda device: graphs.Held(0, 0))
     monkeypatch.setattr(StepGraphs, "_captured", recorded)
     monkeypatch.setattr(
         StepGraphs, "greedy", lambda self, shape: greedy(self, shape).clone()
