@@ -21,6 +21,7 @@ from enum import Enum
 from typing import Any
 
 from qinfer.errors import UserError
+from qinfer.param_checks import as_list, bias_from_json, check_real, check_text, check_whole
 from qinfer.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
@@ -93,7 +94,7 @@ class SamplingParams:
         """
         given = {name: value for name, value in values.items() if value is not None or name == "max_tokens"}
         if "logit_bias" in given:
-            given["logit_bias"] = _bias_from_json(given["logit_bias"])
+            given["logit_bias"] = bias_from_json(given["logit_bias"])
         return cls(**given)
 
     def clone(self) -> SamplingParams:
@@ -122,12 +123,12 @@ class SamplingParams:
             raise NotImplementedError("qinfer does not have SamplingParams(flat_logprobs=True)")
 
     def _normalise(self) -> None:
-        self.stop = _list(self.stop, "stop", str)
-        self.stop_token_ids = list(dict.fromkeys(_list(self.stop_token_ids, "stop_token_ids", int)))
-        self.bad_words = _list(self.bad_words, "bad_words", str)
+        self.stop = as_list(self.stop, "stop", str)
+        self.stop_token_ids = list(dict.fromkeys(as_list(self.stop_token_ids, "stop_token_ids", int)))
+        self.bad_words = as_list(self.bad_words, "bad_words", str)
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = list(
-                dict.fromkeys(_list(self.allowed_token_ids, "allowed_token_ids", int))
+                dict.fromkeys(as_list(self.allowed_token_ids, "allowed_token_ids", int))
             )
         if self.seed == -1:
             self.seed = None
@@ -139,24 +140,24 @@ class SamplingParams:
                 setattr(self, name, 1 if value else None)
 
     def _check_numbers(self) -> None:
-        _whole("n", self.n, 1, MAX_N)
+        check_whole("n", self.n, 1, MAX_N)
         for name in ("presence_penalty", "frequency_penalty"):
-            _real(name, getattr(self, name), -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
-        _real("temperature", self.temperature, 0.0, 2.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _whole("top_k", self.top_k, 0, MAX_COUNT)
-        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+            check_real(name, getattr(self, name), -2.0, 2.0)
+        check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        check_real("temperature", self.temperature, 0.0, 2.0)
+        check_real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_real("min_p", self.min_p, 0.0, 1.0)
+        check_whole("top_k", self.top_k, 0, MAX_COUNT)
+        check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.seed is not None:
-            _whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+            check_whole("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if self.stream_interval is not None:
-            _whole("stream_interval", self.stream_interval, 1, MAX_COUNT)
+            check_whole("stream_interval", self.stream_interval, 1, MAX_COUNT)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), -1, MAX_COUNT)
+                check_whole(name, getattr(self, name), -1, MAX_COUNT)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
+            check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
             if self.min_tokens > self.max_tokens:
                 raise UserError(
                     f"min_tokens is {self.min_tokens}, more than max_tokens {self.max_tokens}", "min_tokens"
@@ -165,12 +166,12 @@ class SamplingParams:
     def _check_lists(self) -> None:
         for name in ("stop", "bad_words"):
             for text in getattr(self, name):
-                _check_text(name, text)
+                check_text(name, text)
         if self.stop and not self.detokenize:
             raise UserError("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _whole(name, token, 0, MAX_COUNT)
+                check_whole(name, token, 0, MAX_COUNT)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError(
                 "allowed_token_ids is empty: no token could be chosen; use None", "allowed_token_ids"
@@ -180,8 +181,8 @@ class SamplingParams:
                 f"logit_bias is {self.logit_bias!r}; it must be a dict of token id: bias", "logit_bias"
             )
         for token, bias in (self.logit_bias or {}).items():
-            _whole("logit_bias", token, 0, MAX_COUNT)
-            _real("logit_bias", bias, -math.inf, math.inf)
+            check_whole("logit_bias", token, 0, MAX_COUNT)
+            check_real("logit_bias", bias, -math.inf, math.inf)
 
     def _check_structure(self) -> None:
         if self.structured_outputs is None:
@@ -211,58 +212,3 @@ class SamplingParams:
 
 
 FIELD_NAMES: frozenset[str] = frozenset(field.name for field in fields(SamplingParams))
-
-
-def _list(value: Any, name: str, kind: type) -> list[Any]:
-    if value is None:
-        return []
-    if isinstance(value, kind) and not isinstance(value, bool):
-        value = [value]
-    if not isinstance(value, Sequence | set | frozenset) or isinstance(value, str | bytes):
-        raise UserError(f"{name} must be a list of {kind.__name__}, not {value!r:.100}", name)
-    for entry in value:
-        if not isinstance(entry, kind) or isinstance(entry, bool):
-            raise UserError(f"{name} must hold {kind.__name__} only, not {entry!r:.100}", name)
-    return list(value)
-
-
-def _whole(name: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UserError(f"{name} must be a whole number, not {value!r:.100}", name)
-    if not low <= value <= high:
-        raise UserError(f"{name} must lie in [{low}, {high}], not {value}", name)
-
-
-def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise UserError(f"{name} must be a number, not {value!r:.100}", name)
-    inside = (low < value if open_low else low <= value) and value <= high
-    if not (inside and math.isfinite(value)):
-        bracket = "(" if open_low else "["
-        bounds = f" and lie in {bracket}{low:g}, {high:g}]" if math.isfinite(high) else ""
-        raise UserError(f"{name} must be finite{bounds}, not {value}", name)
-
-
-def _check_text(name: str, text: str) -> None:
-    if not text:
-        raise UserError(f"{name} holds an empty string; leave it out", name)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{name} holds text that is not valid Unicode: {text!r:.100}", name) from None
-
-
-def _bias_from_json(bias: Mapping[Any, float]) -> dict[int, float]:
-    if not isinstance(bias, Mapping):
-        raise UserError(f"logit_bias must map token ids to numbers, not {bias!r:.100}", "logit_bias")
-    clamped = {}
-    for key, value in bias.items():
-        try:
-            token = int(key)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"logit_bias has the key {key!r:.100}, which is no token id", "logit_bias"
-            ) from None
-        _real("logit_bias", value, -math.inf, math.inf)
-        clamped[token] = min(100.0, max(-100.0, float(value)))
-    return clamped

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import Any, NamedTuple
 
 from qinfer.server.errors import ApiError
-from qinfer.server.responses_protocol import ChatMessages
+from qinfer.server.response_input import ChatMessages
 
 MAX_CHARS = 64 << 20
 

@@ -26,9 +26,10 @@ from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import failure_of
 from qinfer.server.logprobs import chat_logprobs
+from qinfer.server.response_input import ChatMessages
 from qinfer.server.response_items import Event, Items
 from qinfer.server.response_store import ResponseStore
-from qinfer.server.responses_protocol import ChatMessages, ResponsesRequest
+from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
