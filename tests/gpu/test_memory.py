@@ -33,7 +33,7 @@ SHAPE = {
     "max_position_embeddings": 16384,
     "dtype": "bfloat16",
 }
-OPTIONS = {"memory": 3 * GIB, "max_num_seqs": 32}
+OPTIONS = {"memory": 4 * GIB, "max_num_seqs": 32}
 SCHEMES = [("dense", "auto"), ("w8a8-fp8", "fp8"), ("w8a8-int8", "int8"), ("w4a16", "fp8")]
 MIB = 1 << 20
 Make = Callable[..., LLM]
@@ -67,7 +67,7 @@ def planned(folder: Path, scheme: str, kv: str) -> Any:
     config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text()))
     options = EngineOptions(**OPTIONS)
     limits = settle_limits(options, config.context_len, on_gpu=True)
-    (row, *_) = side_by_side(config, Setting(options, limits, Space(True, 3 * GIB, 3 * GIB)), scheme, kv)
+    (row, *_) = side_by_side(config, Setting(options, limits, Space(True, 4 * GIB, 4 * GIB)), scheme, kv)
     return row
 
 
