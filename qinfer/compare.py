@@ -179,7 +179,11 @@ def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fide
         checkpoint, device=model_device(), dtype=serving.dtype, lm_head_dtype=serving.lm_head_dtype
     )
     options = EngineOptions(
-        kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=window // 16 + 2, enable_prefix_caching=False
+        kv_cache_dtype=serving.kv_cache_dtype,
+        num_kv_blocks=window // 16 + 2,
+        max_num_seqs=1,
+        enable_prefix_caching=False,
+        enforce_eager=True,
     )
     scales = scales_in(checkpoint) if serving.kv_cache_dtype == "fp8" else None
     return Engine(decoder, None, options, kv_scales=scales).prompt_logits
