@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qinfer.async_llm import AsyncLLM
+    from qinfer.async_llm import AsyncEngineArgs, AsyncLLM
     from qinfer.errors import (
         CheckpointError,
         EngineDeadError,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncEngineArgs": "async_llm",
     "AsyncLLM": "async_llm",
     "CheckpointError": "errors",
     "CompletionOutput": "outputs",
@@ -49,6 +50,7 @@ _HOMES = {
 
 __all__ = [  # the public names; a test compares them with _HOMES and loads each
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",

@@ -2,7 +2,7 @@
 
 One thread owns the `Engine` and is the only one to touch it. Whoever wants something puts a command on a
 queue (add this request, abort that one, stop); the thread obeys all commands between two steps, steps while
-there is work, sleeps on the queue while there is none. What a step yields goes to each request's `_Mailbox`
+there is work, sleeps on the queue while there is none. What a step yields goes to each request's `Mailbox`
 by `call_soon_threadsafe`, once per step and event loop. A mailbox holds the latest output only: outputs are
 cumulative, so a slow reader loses nothing and no queue can grow.
 
@@ -20,14 +20,16 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.errors import EngineDeadError, UserError
+from qinfer.llm_keywords import refuse
+from qinfer.mailbox import LiveRequest, Mailbox, put_all, since
 from qinfer.outputs import CompletionOutput, RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
+from qinfer.stat_log import StatLog
 
 if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
     from qinfer.engine.engine import Engine
@@ -61,49 +63,11 @@ class Observer(Protocol):
         ...
 
 
-class _Mailbox:
-    """The latest output of one request, read on `loop`; everything here runs on that loop's thread."""
+class AsyncEngineArgs:
+    """What `AsyncLLM.from_engine_args` loads: a model and the other keywords of `LLM`."""
 
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
-        self._content: RequestOutput | Exception | None = None
-
-    def put(self, content: RequestOutput | Exception) -> None:
-        self._content = content
-        self._arrived.set()
-
-    async def take(self) -> RequestOutput:
-        await self._arrived.wait()
-        self._arrived.clear()
-        content = self._content
-        if isinstance(content, Exception):
-            raise content
-        assert content is not None
-        return content
-
-
-@dataclass
-class _Request:
-    request_id: str
-    token_ids: list[int]
-    params: SamplingParams
-    mailbox: _Mailbox
-    prompt: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    pooling: Pooling | None = None
-    arrival: float = field(default_factory=time.monotonic)
-    arrival_time: float = field(default_factory=time.time)
-    latest: RequestOutput | None = None
-
-    def aborted(self) -> RequestOutput:
-        """What a reader gets in place of the rest."""
-        latest = self.latest or RequestOutput(self.request_id, self.prompt, self.token_ids, None, [], False)
-        outputs = [
-            replace(choice, finish_reason=choice.finish_reason or "abort") for choice in latest.outputs
-        ]
-        return replace(latest, outputs=outputs, finished=True)
+    def __init__(self, model: str, **keywords: Any) -> None:
+        self.model, self.keywords = model, keywords
 
 
 class AsyncLLM:
@@ -125,10 +89,19 @@ class AsyncLLM:
         self._gate = threading.Lock()  # nothing is handed over after the command to stop
         self._stopping = False
         self._stopped = False
+        self._paused = False
         self._handed_over = 0
-        self._live: dict[str, _Request] = {}  # the engine's thread only
+        self._stat_log = StatLog(self.stats)
+        self._live: dict[str, LiveRequest] = {}  # the engine's thread only
         self._thread = threading.Thread(target=self._run, name="qinfer-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> AsyncLLM:
+        """Loads the model that the arguments name; raises as `LLM`."""
+        from qinfer.llm import LLM
+
+        return cls(LLM(engine_args.model, **engine_args.keywords))
 
     # ---- for everyone
 
@@ -172,12 +145,44 @@ class AsyncLLM:
         """Tells `observer` of every request from now on."""
         self._observers += (observer,)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
+        await self.check_health()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+
+        def forget() -> None:
+            self._engine.reset_prefix_cache()
+            loop.call_soon_threadsafe(done.set)
+
+        self._commands.put(forget)
+        await done.wait()
+        return True
+
+    async def pause_generation(self) -> None:
+        """Stops after the step that runs; requests wait until `resume_generation`."""
+        self._commands.put(partial(setattr, self, "_paused", True))
+
+    async def resume_generation(self) -> None:
+        """Goes on where `pause_generation` stopped."""
+        self._commands.put(partial(setattr, self, "_paused", False))
+
+    async def wait_for_requests_to_drain(self, timeout: float = 300.0) -> None:
+        """Returns when no request runs or waits; TimeoutError after `timeout` seconds."""
+        async with asyncio.timeout(timeout):
+            while self.stats.num_running or self.num_waiting:
+                await asyncio.sleep(0.02)
+
+    async def do_log_stats(self) -> None:
+        """Logs throughput and occupancy since the last such line, which busy engines write by themselves."""
+        self._stat_log.write(self.stats, time.monotonic())
+
     async def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         request_id: str,
         *,
+        lora_request: None = None,
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
@@ -189,11 +194,12 @@ class AsyncLLM:
         one has an `embedding`. Raises UserError for what can never run and EngineDeadError. Closing or
         cancelling the iteration aborts the request.
         """
+        refuse(lora_request=lora_request)
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self._engine.grammars.compile, params.structured_outputs)
-        request = _Request(request_id, token_ids, params, _Mailbox(), text, priority, cache_salt, pooling)
+        request = LiveRequest(request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling)
         self._hand_over(request)
         finished = False
         seen: dict[int, CompletionOutput] = {}
@@ -201,7 +207,7 @@ class AsyncLLM:
             while not finished:
                 output = await request.mailbox.take()
                 finished = output.finished
-                yield _since(output, seen) if params.output_kind is RequestOutputKind.DELTA else output
+                yield since(output, seen) if params.output_kind is RequestOutputKind.DELTA else output
         finally:
             if not finished:
                 self._commands.put(partial(self._abort, request))
@@ -241,7 +247,7 @@ class AsyncLLM:
         check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 
-    def _hand_over(self, request: _Request) -> None:
+    def _hand_over(self, request: LiveRequest) -> None:
         with self._gate:
             if self._stopping:
                 raise EngineStoppedError("the engine was shut down")
@@ -256,25 +262,28 @@ class AsyncLLM:
         while not self._stopped or not self._commands.empty():
             try:
                 self._obey()
-                if self.dead_error is None and self._engine.has_unfinished():
+                if self._has_work():
                     self._step()
             except Exception as error:  # whatever it was, the engine's state cannot be trusted any more
                 self._die(error)
 
     def _obey(self) -> None:
         """Runs all commands at hand; waits for one when the engine has nothing to do."""
-        busy = self.dead_error is None and self._engine.has_unfinished()
-        if not busy:
+        if not self._has_work():
             self._commands.get()()
         while not self._commands.empty():
             self._commands.get()()
         if self.dead_error is None:
             self.stats = self._engine.stats()
 
+    def _has_work(self) -> bool:
+        return self.dead_error is None and not self._paused and self._engine.has_unfinished()
+
     def _step(self) -> None:
         outputs = self._engine.step()
         self.stats = self._engine.stats()
         now = time.monotonic()
+        self._stat_log.tick(self.stats, now)
         for observer in self._observers:
             observer.stepped(outputs, self.stats, now)
         mail = []
@@ -288,7 +297,7 @@ class AsyncLLM:
                 del self._live[output.request_id]
         self._deliver(mail)
 
-    def _add(self, request: _Request) -> None:
+    def _add(self, request: LiveRequest) -> None:
         with self._gate:
             self._handed_over -= 1
         if self.dead_error is not None:
@@ -315,7 +324,7 @@ class AsyncLLM:
         for observer in self._observers:
             observer.added(request.request_id, request.params, request.arrival)
 
-    def _abort(self, request: _Request) -> None:
+    def _abort(self, request: LiveRequest) -> None:
         if self._live.get(request.request_id) is not request or self.dead_error is not None:
             return  # never taken in, or finished meanwhile; the id may belong to another request by now
         del self._live[request.request_id]
@@ -347,35 +356,12 @@ class AsyncLLM:
         self._live.clear()
         self._stopped = True
 
-    def _deliver(self, mail: Sequence[tuple[_Mailbox, RequestOutput | Exception]]) -> None:
+    def _deliver(self, mail: Sequence[tuple[Mailbox, RequestOutput | Exception]]) -> None:
         by_loop = defaultdict(list)
         for mailbox, content in mail:
             by_loop[mailbox.loop].append((mailbox, content))
         for loop, letters in by_loop.items():
             try:
-                loop.call_soon_threadsafe(_put_all, letters)
+                loop.call_soon_threadsafe(put_all, letters)
             except RuntimeError:  # that loop was closed with requests in flight: nobody waits there any more
                 logger.debug("an event loop was closed before its %d answers came", len(letters))
-
-
-def _since(output: RequestOutput, seen: dict[int, CompletionOutput]) -> RequestOutput:
-    """What `output` adds to the choices in `seen`, which are brought up to date."""
-    choices = []
-    for choice in output.outputs:
-        before = seen.get(choice.index)
-        seen[choice.index] = choice
-        if before is not None:
-            start = len(before.token_ids)
-            choice = replace(
-                choice,
-                text=choice.text[len(before.text) :],
-                token_ids=choice.token_ids[start:],
-                logprobs=None if choice.logprobs is None else choice.logprobs[start:],
-            )
-        choices.append(choice)
-    return replace(output, outputs=choices)
-
-
-def _put_all(letters: Sequence[tuple[_Mailbox, RequestOutput | Exception]]) -> None:
-    for mailbox, content in letters:
-        mailbox.put(content)

@@ -79,7 +79,7 @@ class ScriptedEngine:
         self.seen: list[SamplingParams] = []
         self.extras: list[tuple[int, str | None]] = []
         self.aborted: list[str] = []
-        self.num_steps = 0
+        self.num_steps = self.num_resets = 0
         self.fail_at_step: int | None = None
         self.seconds_per_step = 0.0
         self._prompt_tokens = self._generated = 0
@@ -107,6 +107,9 @@ class ScriptedEngine:
             include_stop_str_in_output=params.include_stop_str_in_output,
         )
         return _Sequence(text, self.script(prompt_ids, choice))
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
 
     def has_unfinished(self) -> bool:
         return bool(self.jobs)

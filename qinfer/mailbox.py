@@ -1,0 +1,92 @@
+"""Where the outputs of a request wait for whoever asked for it.
+
+Outputs are cumulative, so that a mailbox holds the latest only: a slow reader loses nothing and no queue can
+grow. The engine's thread hands over; everything here runs on the reader's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from qinfer.outputs import CompletionOutput, RequestOutput
+from qinfer.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from qinfer.engine.pooling import Pooling
+
+
+class Mailbox:
+    """The latest output of one request, read on `loop`; everything here runs on that loop's thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._content: RequestOutput | Exception | None = None
+
+    def put(self, content: RequestOutput | Exception) -> None:
+        """Replaces what is in it."""
+        self._content = content
+        self._arrived.set()
+
+    async def take(self) -> RequestOutput:
+        """Waits for the next content; raises it where it is an error."""
+        await self._arrived.wait()
+        self._arrived.clear()
+        content = self._content
+        if isinstance(content, Exception):
+            raise content
+        assert content is not None
+        return content
+
+
+@dataclass
+class LiveRequest:
+    """A request on its way to the engine, or in it."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    mailbox: Mailbox
+    prompt: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    pooling: Pooling | None = None
+    arrival: float = field(default_factory=time.monotonic)
+    arrival_time: float = field(default_factory=time.time)
+    latest: RequestOutput | None = None
+
+    def aborted(self) -> RequestOutput:
+        """What a reader gets in place of the rest."""
+        latest = self.latest or RequestOutput(self.request_id, self.prompt, self.token_ids, None, [], False)
+        outputs = [
+            replace(choice, finish_reason=choice.finish_reason or "abort") for choice in latest.outputs
+        ]
+        return replace(latest, outputs=outputs, finished=True)
+
+
+def since(output: RequestOutput, seen: dict[int, CompletionOutput]) -> RequestOutput:
+    """What `output` adds to the choices in `seen`, which are brought up to date."""
+    choices = []
+    for choice in output.outputs:
+        before = seen.get(choice.index)
+        seen[choice.index] = choice
+        if before is not None:
+            start = len(before.token_ids)
+            choice = replace(
+                choice,
+                text=choice.text[len(before.text) :],
+                token_ids=choice.token_ids[start:],
+                logprobs=None if choice.logprobs is None else choice.logprobs[start:],
+            )
+        choices.append(choice)
+    return replace(output, outputs=choices)
+
+
+def put_all(letters: Sequence[tuple[Mailbox, RequestOutput | Exception]]) -> None:
+    """Fills the mailboxes of one loop, on its thread."""
+    for mailbox, content in letters:
+        mailbox.put(content)

@@ -1,0 +1,119 @@
+"""What AsyncLLM offers beside requests: pausing, draining, forgetting, the log; and loading by arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from qinfer import AsyncEngineArgs
+from qinfer.async_llm import AsyncLLM, EngineStoppedError
+from qinfer.engine.options import EngineStats
+from qinfer.sampling_params import SamplingParams
+from qinfer.stat_log import INTERVAL, StatLog
+
+
+@pytest.fixture
+def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(fake_llm)
+    yield engine
+    assert engine.shutdown(10)
+
+
+async def ask(engine: AsyncLLM, request_id: str, count: int) -> str:
+    text = ""
+    async for output in engine.generate([97], SamplingParams(max_tokens=count), request_id):
+        text = output.outputs[0].text
+    return text
+
+
+def test_an_engine_is_loaded_by_arguments(model_dir):
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model_dir), num_kv_blocks=64, max_model_len=64))
+    try:
+        assert engine.max_model_len == 64
+        assert asyncio.run(ask(engine, "r", 3))
+    finally:
+        assert engine.shutdown(10)
+
+
+def test_a_paused_engine_goes_on_where_it_stopped(engine):
+    async def run() -> tuple[str, int, int]:
+        scripted = engine.llm.engine
+        scripted.seconds_per_step = 0.01
+        answer = asyncio.ensure_future(ask(engine, "r", 30))
+        while not scripted.num_steps:
+            await asyncio.sleep(0.005)
+        await engine.pause_generation()
+        await asyncio.sleep(0.1)
+        before = scripted.num_steps
+        await asyncio.sleep(0.1)
+        during = scripted.num_steps
+        await engine.resume_generation()
+        return await answer, before, during
+
+    text, before, during = asyncio.run(run())
+    assert before == during < 30
+    assert text == "".join(map(chr, engine.llm.engine.script([97], 0)[:30]))
+
+
+def test_draining_waits_for_the_last_request(engine):
+    async def run() -> None:
+        engine.llm.engine.seconds_per_step = 0.01
+        answers = [asyncio.ensure_future(ask(engine, str(i), 20)) for i in range(3)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(TimeoutError):
+            await engine.wait_for_requests_to_drain(0.01)
+        await engine.wait_for_requests_to_drain()
+        assert not engine.llm.engine.jobs
+        assert all(await asyncio.gather(*answers))
+        await engine.wait_for_requests_to_drain(0.5)
+
+    asyncio.run(run())
+
+
+def test_the_prefix_cache_is_forgotten_on_the_engines_thread(engine):
+    assert asyncio.run(engine.reset_prefix_cache())
+    assert engine.llm.engine.num_resets == 1
+    engine.shutdown(10)
+    with pytest.raises(EngineStoppedError):
+        asyncio.run(engine.reset_prefix_cache())
+
+
+def test_what_is_not_there_says_so(engine):
+    async def run() -> None:
+        async for _ in engine.generate([97], None, "r", lora_request="x"):
+            pass
+
+    with pytest.raises(NotImplementedError, match="lora_request"):
+        asyncio.run(run())
+
+
+def stats(**counts: float) -> EngineStats:
+    empty = EngineStats(0, 0, 0.0, 1000, 0, 0, 0, 0, 0, 0)
+    return empty._replace(**counts)
+
+
+def test_the_log_has_averages_since_its_last_line(caplog):
+    caplog.set_level(logging.INFO, logger="qinfer")
+    log, start = StatLog(stats()), time.monotonic()
+    busy = stats(num_running=2, num_waiting=1, kv_usage=0.25, generation_tokens=500, prompt_tokens=100)
+    busy = busy._replace(prefix_queries=200, prefix_hits=50, num_preemptions=3)
+    log.tick(busy, start + INTERVAL / 2)
+    assert caplog.text == ""
+    log.tick(busy, start + INTERVAL)
+    (line,) = caplog.messages
+    assert line.startswith("Avg prompt throughput: 10.0 tokens/s, Avg generation throughput: 50.0 tokens/s, ")
+    assert "Running: 2 reqs, Waiting: 1 reqs, Preemptions: 3, KV cache usage: 25.0%" in line
+    assert line.endswith("Prefix cache hit rate: 25.0%")
+    log.write(busy._replace(num_running=0, num_waiting=0), start + 2 * INTERVAL)  # nothing new: DEBUG
+    assert len(caplog.messages) == 1
+
+
+def test_the_log_may_be_asked_for(engine, caplog):
+    caplog.set_level(logging.DEBUG, logger="qinfer")
+    asyncio.run(engine.do_log_stats())
+    assert "Avg generation throughput: 0.0 tokens/s" in caplog.text
