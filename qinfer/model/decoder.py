@@ -220,6 +220,7 @@ def load_decoder(
     assert isinstance(dtype, torch.dtype)
     aside = Aside(device)
     embedding, norm, head = aside(partial(_ends, checkpoint, device, dtype, lm_head_dtype))
+    aside.give_back()  # the ends are by far the largest
     indices: Iterable[int] = range(config.num_layers)
     if progress:
         indices = tqdm(indices, desc="loading", unit="layer", delay=1.0)

@@ -69,6 +69,12 @@ class Aside:
         if device.type == "cuda":
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    def give_back(self) -> None:
+        """Returns the memory in which things were made to the device."""
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch.cuda.empty_cache()
+
     def __call__(self, make: Callable[[], T]) -> T:
         """What `make` returns, in the current stream's memory."""
         if self._stream is None:
