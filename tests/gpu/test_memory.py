@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from qinfer.bench.plan import Setting, side_by_side
+from qinfer.checkpoint.dummy import open_dummy
 from qinfer.config import ModelConfig
 from qinfer.engine.activations import RUNTIME
 from qinfer.engine.budget import Space
@@ -17,6 +18,8 @@ from qinfer.engine.footprint import GIB
 from qinfer.engine.options import EngineOptions, settle_limits
 from qinfer.errors import UserError
 from qinfer.llm import LLM
+from qinfer.model.decoder import load_decoder
+from qinfer.model.storage import tensor_bytes
 from qinfer.sampling_params import SamplingParams
 from qinfer.testing import tiny_config
 
@@ -105,6 +108,18 @@ def test_the_plan_is_what_is_measured_and_no_load_takes_more(
     # beside torch's there is CUDA's own memory, RUNTIME; page 0 is in the reserve too
     assert torch.cuda.max_memory_allocated() - before <= ledger.budget - RUNTIME
     assert torch.cuda.max_memory_reserved() - before <= 1.02 * (ledger.budget - RUNTIME)
+
+
+@pytest.mark.parametrize("scheme", ["dense", "w8a8-fp8", "w4a16"])
+def test_loading_leaves_no_holes(scheme: str, folder: Path) -> None:
+    """Beside the tensors there is the end of a segment of 20 MiB for those of less than 10."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    decoder = load_decoder(open_dummy(folder, scheme), device=torch.device("cuda"))
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() - before <= tensor_bytes(decoder) + 48 * MIB
 
 
 def test_m04_graphs_are_accounted_and_leave_the_pool(make: Make) -> None:
