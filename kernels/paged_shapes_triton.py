@@ -82,9 +82,9 @@ def prefill_formula(_: int, dim: int, itemsize: int) -> Mapping[str, int]:
     """Tile of the prefill kernel where no table has one; `per_sm` programs per multiprocessor."""
     if itemsize == 4:
         return {"BLOCK": 64, "TILE": 32, "num_warps": 4, "num_stages": 2, "per_sm": 1}
-    if dim > 128:
-        tokens = 32 if itemsize == 2 else 64
-        return {"BLOCK": 64, "TILE": tokens, "num_warps": 8, "num_stages": 2, "per_sm": 1}
+    if dim > 128:  # what widens 8-bit pages as well would spill with 64 rows
+        rows = 64 if itemsize == 2 else 32
+        return {"BLOCK": rows, "TILE": 32, "num_warps": 8, "num_stages": 2, "per_sm": 1}
     return {"BLOCK": 128, "TILE": 64, "num_warps": 8, "num_stages": 3, "per_sm": 1}
 
 
