@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from qinfer.jobs import evaluate, quantize
     from qinfer.llm import LLM
+    from qinfer.llm_tasks import BeamSearchParams
     from qinfer.outputs import CompletionOutput, Logprob, RequestOutput
     from qinfer.sampling_params import SamplingParams
     from qinfer.structured_outputs import StructuredOutputsParams
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncEngineArgs": "async_llm",
     "AsyncLLM": "async_llm",
+    "BeamSearchParams": "llm_tasks",
     "CheckpointError": "errors",
     "CompletionOutput": "outputs",
     "EngineDeadError": "errors",
@@ -52,6 +54,7 @@ __all__ = [  # the public names; a test compares them with _HOMES and loads each
     "LLM",
     "AsyncEngineArgs",
     "AsyncLLM",
+    "BeamSearchParams",
     "CheckpointError",
     "CompletionOutput",
     "EngineDeadError",

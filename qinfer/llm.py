@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from qinfer import llm_tasks
 from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.files import read_json
@@ -29,10 +30,12 @@ from qinfer.engine.admission import check_text
 from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
+from qinfer.engine.pooling import Pooling
 from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError, check_flags
 from qinfer.evals.certificate import GateStatus
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
+from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams, EmbeddingRequestOutput
 from qinfer.model.decoder import load_decoder
 from qinfer.model.head import check_lm_head_dtype
 from qinfer.outputs import RequestOutput
@@ -162,7 +165,7 @@ class LLM:
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        return self._run(self._add(_prompt_list(prompts), sampling_params), use_tqdm)
+        return self.run(_prompt_list(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -213,7 +216,47 @@ class LLM:
             for conversation in conversations
         ]
         prompts = [self._encode_text(text, add_special_tokens=False) for text in texts]
-        return self._run(self._add(prompts, sampling_params), use_tqdm)
+        return self.run(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of length 1 for each text or list of ids, in the order given."""
+        refuse(
+            pooling_params=pooling_params, lora_request=lora_request, tokenization_kwargs=tokenization_kwargs
+        )
+        return llm_tasks.embed(self, _prompt_list(prompts), use_tqdm)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Progress = False,
+        concurrency_limit: int | None = None,
+        priority: None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations of each prompt, best first; `concurrency_limit` is the engine's own."""
+        refuse(lora_request=lora_request, priority=priority)
+        ids = [list(self._encode(prompt)[1]) for prompt in _prompt_list(prompts)]
+        return llm_tasks.beam_search(self, ids, params, use_tqdm)
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        use_tqdm: Progress,
+        *,
+        pooling: Pooling | None = None,
+    ) -> list[RequestOutput]:
+        """Runs prompts to their end, pooled or continued; what all methods above come to."""
+        return self._run(self._add(prompts, params, pooling), use_tqdm)
 
     def enqueue(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[str]:
         """Takes prompts in like `generate`, for `wait_for_completion` to run; returns their request ids."""
@@ -256,7 +299,9 @@ class LLM:
         """Forgets all cached prefixes."""
         return self.engine.reset_prefix_cache()
 
-    def _add(self, prompts: Sequence[Prompt], sampling_params: Params) -> list[str]:
+    def _add(
+        self, prompts: Sequence[Prompt], sampling_params: Params, pooling: Pooling | None = None
+    ) -> list[str]:
         params = self._params_list(sampling_params, len(prompts))
         ids: list[str] = []
         try:
@@ -265,7 +310,7 @@ class LLM:
                 final = own.clone()
                 final.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, token_ids, final, prompt=text)
+                self.engine.add(request_id, token_ids, final, prompt=text, pooling=pooling)
                 ids.append(request_id)
                 self._widths[request_id] = own.n
         except BaseException:

@@ -36,7 +36,7 @@ _ABSENT: dict[str, Any] = {
 }
 ABSENT_METHODS = frozenset(
     {
-        *("beam_search", "embed", "encode", "score", "classify", "sleep", "wake_up", "start_profile"),
+        *("encode", "score", "classify", "sleep", "wake_up", "start_profile"),
         *("stop_profile", "collective_rpc", "apply_model", "from_engine_args", "reward"),
     }
 )

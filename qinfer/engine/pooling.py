@@ -7,12 +7,31 @@ dot products are cosines.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from qinfer.checkpoint.files import read_json
+
 Pooling = Literal["mean", "last"]
+
+
+def pooling_of(folder: Path) -> Pooling:
+    """How a model's folder wants rows to become one vector; NotImplementedError for another way."""
+    path = folder / "1_Pooling" / "config.json"
+    if not path.is_file():
+        return "mean"
+    raw = read_json(path)
+    modes = {name.removeprefix("pooling_mode_") for name, value in raw.items() if value is True}
+    if (named := raw.get("pooling_mode")) is not None:
+        modes = {named} if isinstance(named, str) else set(named)
+    if modes & {"lasttoken"}:
+        return "last"
+    if modes & {"mean", "mean_tokens"}:
+        return "mean"
+    raise NotImplementedError(f"qinfer does not have the pooling of {path.name}: {', '.join(sorted(modes))}")
 
 
 class Pool:

@@ -12,14 +12,12 @@ import base64
 import uuid
 from collections.abc import Sequence
 from contextlib import aclosing
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import Annotated, Literal, cast
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 from starlette.responses import Response
 
-from qinfer.checkpoint.files import read_json
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.answer import encoded, truncated
@@ -29,9 +27,6 @@ from qinfer.server.sampling import check_room
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import merge
 from qinfer.server.wire import Body
-
-if TYPE_CHECKING:
-    from qinfer.engine.pooling import Pooling
 
 MAX_TEXTS = 2048
 Texts = Annotated[
@@ -114,22 +109,6 @@ async def answer(state: ServerState, request: EmbeddingsRequest, request_id: str
     return Response(body.json_text(), media_type="application/json")
 
 
-def pooling_of(folder: Path) -> Pooling:
-    """How a model's folder wants rows to become one vector; NotImplementedError for another way."""
-    path = folder / "1_Pooling" / "config.json"
-    if not path.is_file():
-        return "mean"
-    raw = read_json(path)
-    modes = {name.removeprefix("pooling_mode_") for name, value in raw.items() if value is True}
-    if (named := raw.get("pooling_mode")) is not None:
-        modes = {named} if isinstance(named, str) else set(named)
-    if modes & {"lasttoken"}:
-        return "last"
-    if modes & {"mean", "mean_tokens"}:
-        return "mean"
-    raise NotImplementedError(f"qinfer does not have the pooling of {path.name}: {', '.join(sorted(modes))}")
-
-
 def _prompts(state: ServerState, request: EmbeddingsRequest) -> list[list[int]]:
     texts = request.texts()
     if not texts or not all(texts):
@@ -149,6 +128,8 @@ def _tokens(state: ServerState, request: EmbeddingsRequest, text: str | list[int
 
 
 async def _outputs(state: ServerState, prompts: list[list[int]], request_id: str) -> list[RequestOutput]:
+    from qinfer.engine.pooling import pooling_of  # imports torch, which a server does after taking its port
+
     unique, pooling = uuid.uuid4().hex[:8], pooling_of(state.engine.llm.path)
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
     sources = [

@@ -12,7 +12,7 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 from transformers import AutoModelForCausalLM
 
-from qinfer.server.embeddings import pooling_of
+from qinfer.engine.pooling import pooling_of
 
 TEXTS = ["The sun is", "One, two, three"]
 
