@@ -19,7 +19,7 @@ MIB = 1 << 20
 # On a GPU, in bytes; measured on an H200 with torch 2.11
 RUNTIME = 768 * MIB  # CUDA's context (527), libraries and kernels
 WORKSPACE = 40 * MIB  # of cuBLAS (32), and what a step's tensors lie in
-SLICE = 104 * MIB  # copies of a slice of logits, for penalties or log-probabilities
+SLICE, COPIES = 16 * MIB, 6  # of logits in float32 that are copied at a time; with all that is copied
 WIDE_TOKENS, WIDE_PER_ROW, WIDE_BYTES = 32768, 20, 128 * MIB  # 8-bit pages of a step's chunks, widened
 GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
 WIDENED_ABOVE = {"w4a16": 1024, "w8a16-int8": 2048}  # tokens for which a weight is widened
@@ -84,9 +84,11 @@ def gpu_step_bytes(build: Build, limits: StepLimits) -> int:
     There are the hidden states and logits, in the model's dtype and in float32, then copies of a slice. Page
     tables are there all the time.
     """
-    tokens, seqs, item = limits.max_num_batched_tokens, limits.max_num_seqs, ITEM_BYTES[build.dtype]
+    seqs, item = limits.max_num_seqs, ITEM_BYTES[build.dtype]
+    tokens = min(limits.max_num_batched_tokens, seqs * limits.max_model_len)
     logits = seqs * build.config.vocab_size
-    sampling = tokens * build.config.hidden_size * item + 4 * logits + max(item * logits, SLICE)
+    copies = COPIES * min(SLICE, 4 * logits)
+    sampling = tokens * build.config.hidden_size * item + 4 * logits + max(item * logits, copies)
     tables = 3 * seqs * 8 * -(-limits.max_model_len // limits.block_size)
     return max(layer_bytes(build, tokens), sampling) + tables + WORKSPACE
 

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from qinfer import ops
+from qinfer.engine.activations import SLICE as SLICE_BYTES
 from qinfer.engine.request import Sequence
 from qinfer.engine.structured import constrain
 from qinfer.outputs import Logprob
 
 Spell = Callable[[int], str]  # a token's own text
-SLICE_BYTES = 16 << 20
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 
 
