@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # a server takes its port before it spends seconds on importi
     from qinfer.engine.options import EngineStats
     from qinfer.engine.pooling import Pooling
     from qinfer.llm import LLM
+    from qinfer.structured_outputs import StructuredOutputsParams
     from qinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,10 @@ class AsyncLLM:
         if self._stopping:
             raise EngineStoppedError("the engine was shut down")
 
+    def compile(self, form: StructuredOutputsParams) -> None:
+        """Gets a grammar ready, on any thread, in up to a second; UserError where it is none."""
+        self._engine.grammars.compile(form)
+
     def observe(self, observer: Observer) -> None:
         """Tells `observer` of every request from now on."""
         self._observers += (observer,)
@@ -198,7 +203,7 @@ class AsyncLLM:
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
-            await asyncio.to_thread(self._engine.grammars.compile, params.structured_outputs)
+            await asyncio.to_thread(self.compile, params.structured_outputs)
         request = LiveRequest(request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling)
         self._hand_over(request)
         finished = False

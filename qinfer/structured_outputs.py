@@ -16,7 +16,7 @@ from qinfer.errors import UserError
 MAX_DEPTH = 64  # of a schema: deeper ones are attacks or mistakes
 # between parts of JSON; without a bound a small model, once it has begun to indent, may never stop
 WHITESPACE = r"[ \t\n]{0,32}"
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StructuredOutputsParams:
         if len(self._given()) != 1:
             named = " and ".join(self._given()) or "none"
             raise UserError(
-                f"structured_outputs needs exactly one of {', '.join(_KINDS[:-1])}, not {named}",
+                f"structured_outputs needs exactly one of {', '.join(KINDS[:-1])}, not {named}",
                 "structured_outputs",
             )
         self._check_texts()
@@ -66,7 +66,7 @@ class StructuredOutputsParams:
             raise UserError(f"the JSON schema is no valid JSON: {error}", "json") from None
 
     def _given(self) -> list[str]:
-        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        return [name for name in KINDS if getattr(self, name) not in (None, False)]
 
     def _check_texts(self) -> None:
         for name in ("regex", "grammar", "whitespace_pattern"):

@@ -17,6 +17,7 @@ from qinfer.server.answer import ChunkedAnswer, Work
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.conversation import prompt_of
 from qinfer.server.deltas import Delta, Progress
+from qinfer.server.forms import compile_form
 from qinfer.server.logprobs import chat_logprobs, prompt_logprobs
 from qinfer.server.sampling import chat_params, check_room
 from qinfer.server.state import ServerState
@@ -46,6 +47,7 @@ def work_of(state: ServerState, request: ChatRequest) -> Work:
         if params.structured_outputs is not None:
             tools, form = request.tools or (), params.structured_outputs
             params.structured_outputs = text_or_calls(tools, form, state.tool_parser)
+    compile_form(state, request, params)
     return Work(token_ids, None, params)
 
 

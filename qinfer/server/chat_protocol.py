@@ -149,6 +149,10 @@ class ChatRequest(Conversation, GenerationRequest):
         """None where the model is not to call any."""
         return None if self.choice == "none" else super().offered_tools()
 
+    def field_of_form(self, kind: str) -> str:
+        """`tools` where they are part of the grammar."""
+        return "tools" if self.choice != "none" else super().field_of_form(kind)
+
     def form(self) -> StructuredOutputsParams | None:
         """The form of calls where the choice demands some, else that of the text."""
         return form_of_calls(self.tools or (), self.choice, parallel=self.parallel) or super().form()

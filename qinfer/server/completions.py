@@ -19,6 +19,7 @@ from qinfer.outputs import CompletionOutput, RequestOutput, SampleLogprobs
 from qinfer.server.answer import ChunkedAnswer, Work, encoded, truncated
 from qinfer.server.deltas import Delta, Progress
 from qinfer.server.errors import ApiError
+from qinfer.server.forms import compile_form
 from qinfer.server.logprobs import CompletionLogprobWriter, prompt_logprobs
 from qinfer.server.protocol import CompletionRequest
 from qinfer.server.sampling import check_room, completion_params
@@ -55,6 +56,7 @@ def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]
         raise ApiError(400, "no token of the prompt is left", "truncate_prompt_tokens")
     room = check_room(len(kept), engine.max_model_len)
     params = completion_params(request, engine.default_sampling_params, room=room)
+    compile_form(state, request, params)
     return Work(kept, text if len(kept) == len(token_ids) else None, params)
 
 

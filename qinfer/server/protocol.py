@@ -190,6 +190,10 @@ class GenerationRequest(BaseModel):
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=self.response_format.json_schema.schema_)
 
+    def field_of_form(self, kind: str) -> str:
+        """Where the client said what has become a grammar of this kind."""
+        return "response_format" if self.structured_outputs is None else f"structured_outputs.{kind}"
+
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""

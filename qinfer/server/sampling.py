@@ -14,6 +14,7 @@ from typing import Any
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.errors import ApiError
+from qinfer.server.forms import blamed_on
 from qinfer.server.protocol import CompletionRequest, GenerationRequest
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, and SamplingParams' own
@@ -97,7 +98,8 @@ def _given(request: GenerationRequest, defaults: SamplingParams) -> dict[str, An
     for name in _SAME_NAME:
         if (value := getattr(request, name)) is not None:
             given[name] = value
-    given["structured_outputs"] = request.form()
+    with blamed_on(request):
+        given["structured_outputs"] = request.form()
     if request.use_beam_search:
         given["n"] = 1  # the width of the search, and not of one request
     return given

@@ -179,8 +179,8 @@ def test_auto_without_a_known_form_says_what_to_do(served):
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
         ({"tools": ["get"]}, "tools.0"),
         ({"tools": TOOLS * 200}, "tools"),
-        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "grammar"),
-        ({"tools": [BAD_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "json"),
+        ({"tools": [BAD_TOOL], "tool_choice": "required"}, "tools"),
+        ({"tools": [BAD_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tools"),
         (
             {
                 "messages": [

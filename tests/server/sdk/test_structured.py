@@ -87,25 +87,35 @@ def test_vllms_spelling(client, form, pattern):
         assert re.fullmatch(pattern, text)
 
 
+def schema_format(**more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", **more}}}
+
+
+def structured(more: dict[str, Any] | None = None, **form: Any) -> dict[str, Any]:
+    return {"extra_body": {"structured_outputs": form, **(more or {})}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "param"),
     [
-        {"response_format": {"type": "json_schema"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "y"}}}},
-        {"response_format": {"type": "poem"}},
-        {"extra_body": {"structured_outputs": {"regex": "("}}},
-        {"extra_body": {"structured_outputs": {"regex": "a", "choice": ["a"]}}},
-        {"extra_body": {"structured_outputs": {}}},
-        {"extra_body": {"structured_outputs": {"choice": []}}},
-        {"extra_body": {"structured_outputs": {"grammar": "start: nowhere"}}},
-        {"extra_body": {"structured_outputs": {"regex": "a"}, "min_tokens": 3}},
-        {"extra_body": {"structured_outputs": {"regex": "a"}}, "response_format": {"type": "json_object"}},
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (schema_format(), "response_format.json_schema.schema"),
+        (schema_format(schema={"type": "y"}), "response_format"),
+        ({"response_format": {"type": "poem"}}, "response_format.type"),
+        (structured(regex="("), "structured_outputs.regex"),
+        (structured(regex="a", choice=["a"]), "structured_outputs"),
+        (structured(), "structured_outputs"),
+        (structured(choice=[]), "structured_outputs.choice"),
+        (structured(json="{"), "structured_outputs.json"),
+        (structured(grammar="start: nowhere"), "structured_outputs.grammar"),
+        (structured({"min_tokens": 3}, regex="a"), "min_tokens"),
+        ({**structured(regex="a"), "response_format": {"type": "json_object"}}, None),
     ],
 )
-def test_mistakes_are_400_before_a_stream_begins(client, changes, stream):
+def test_mistakes_are_400_and_named_before_a_stream_begins(client, changes, param, stream):
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="tiny", messages=HELLO, stream=stream, **changes)
     assert caught.value.body["message"]
     assert "\n" not in caught.value.body["message"]
+    assert caught.value.param == param
