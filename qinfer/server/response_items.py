@@ -70,6 +70,21 @@ class Items:
             ]
         return [*ends, self._item_event("response.output_item.done")]
 
+    def turn(self) -> dict[str, Any]:
+        """The output as the assistant's turn of a conversation; NULs, which are no text, are left out."""
+        texts = [item["content"][0]["text"] for item in self.output if item["type"] == "message"]
+        turn: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts).replace("\x00", "")}
+        calls = [
+            {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            for item in self.output
+            if item["type"] == "function_call" and item["status"] == "completed"
+        ]
+        return {**turn, "tool_calls": calls} if calls else turn
+
     def _open_message(self) -> list[Event]:
         if self._is_open and self.output[-1]["type"] == "message":
             return []

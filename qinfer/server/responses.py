@@ -132,13 +132,8 @@ class ResponseAnswer(Answer):
         """Keeps the finished response where it may be kept; returns its status."""
         status = self._status()
         if self._asked.store is not False:
-            self._store.put(self._body(status), [*self._messages, *self._said()])
+            self._store.put(self._body(status), [*self._messages, self._items.turn()])
         return status
-
-    def _said(self) -> ChatMessages:
-        """The output as turns of the conversation."""
-        items = [item for item in self._items.output if item["status"] == "completed"]
-        return ResponsesRequest.model_validate({"input": items}).messages() if items else []
 
     def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
         if delta.logprobs is None:

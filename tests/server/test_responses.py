@@ -81,6 +81,30 @@ def test_an_empty_answer_is_an_empty_message(serve_scripted, tokenizer):
     assert "response.output_item.done" in [event["type"] for event in events]
 
 
+def test_any_text_of_a_model_may_be_built_on(serve_scripted, tokenizer):
+    nul = next(i for i in range(256) if tokenizer.token_bytes(i) == b"\x00")
+    ids = [65, nul, 66, max(tokenizer.eos_token_ids)]
+    with serve_scripted(script=lambda prompt, choice: ids) as served:
+        first = served.post(PATH, {"input": "x"}).json()
+        second = served.post(PATH, {"input": "y", "previous_response_id": first["id"]})
+    assert first["output"][0]["content"][0]["text"] == "A\x00B"
+    text = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\nAB<|im_end|>\n"
+    text += "<|im_start|>user\ny<|im_end|>\n<|im_start|>assistant\n"
+    assert second.json()["usage"]["input_tokens"] == len(tokenizer.encode(text))
+
+
+def test_calls_are_part_of_the_conversation(serve_scripted, tokenizer):
+    ids = [*tokenizer.encode(TWO_CALLS), max(tokenizer.eos_token_ids)]
+    with serve_scripted(script=lambda prompt, choice: ids, tool_call_parser="hermes") as served:
+        first = served.post(PATH, {"input": "x", "tools": TOOLS}).json()
+        calls = [item for item in first["output"] if item["type"] == "function_call"]
+        results = [
+            {"type": "function_call_output", "call_id": call["call_id"], "output": "12"} for call in calls
+        ]
+        body = {"input": results, "previous_response_id": first["id"], "tools": TOOLS}
+        assert served.post(PATH, body).status_code == 200
+
+
 @pytest.mark.parametrize("role", ["developer", "system"])
 def test_a_developer_is_the_system_to_templates_that_know_none(served, role):
     item = {"type": "message", "role": role, "content": [{"type": "input_text", "text": "Be brief."}]}
