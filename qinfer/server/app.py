@@ -54,6 +54,8 @@ def build_app(
     app.include_router(_token_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_operator_routes(state, metrics), responses=errors.DOCUMENTED)
     app.include_router(_metrics_route(state, metrics))
+    if options.dev_mode:
+        app.include_router(_dev_routes(state), responses=errors.DOCUMENTED)
     _add_layers(app, state, metrics)
     return app
 
@@ -180,6 +182,22 @@ def _metrics_route(state: ServerState, metrics: ServerMetrics) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return router
+
+
+def _dev_routes(state: ServerState) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        return JSONResponse({"reset": await state.engine.reset_prefix_cache()})
+
+    @router.get("/server_info")
+    async def server_info() -> Response:
+        known = {"version": __version__, "model": state.model_names[0], "gate": state.gate.state}
+        limits = {"max_model_len": state.engine.max_model_len, "tool_call_parser": state.tool_parser}
+        return JSONResponse({**known, **limits, "stats": state.engine.stats._asdict()})
 
     return router
 

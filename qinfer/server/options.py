@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from qinfer.errors import UserError
@@ -18,7 +19,8 @@ class ServerOptions:
 
     `tool_call_parser`: the form in which the model calls tools, "auto": as its chat template shows.
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
-    comments on a silent stream, None: none; `force_usage`: every stream ends with token counts.
+    comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. `dev_mode`
+    (QINFER_SERVER_DEV_MODE=1) adds routes for those who measure the server.
     """
 
     served_model_names: Sequence[str] | None = None
@@ -30,6 +32,7 @@ class ServerOptions:
     force_usage: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
+    dev_mode: bool = field(default_factory=lambda: os.environ.get("QINFER_SERVER_DEV_MODE") == "1")
 
     def __post_init__(self) -> None:
         if any(not key.strip() for key in self.api_keys):  # a client without a key would match it

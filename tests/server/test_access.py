@@ -152,3 +152,15 @@ def test_the_bound_of_bodies_is_the_operators(serve_scripted):
         refused = served.post("/v1/completions", {"prompt": "a" * 100})
     assert refused.status_code == 413
     assert "at most 100 are read" in refused.json()["error"]["message"]
+
+
+def test_routes_for_measuring_are_there_on_request_only(served, serve_scripted, monkeypatch):
+    assert served.post("/reset_prefix_cache", None).status_code == 404
+    monkeypatch.setenv("QINFER_SERVER_DEV_MODE", "1")
+    with serve_scripted(api_keys=KEYS) as measured:
+        headers = {"authorization": f"Bearer {KEYS[0]}"}
+        assert measured.client.post("/reset_prefix_cache").status_code == 401
+        assert measured.client.post("/reset_prefix_cache", headers=headers).json() == {"reset": True}
+        assert measured.scripted.num_resets == 1
+        info = measured.get("/server_info", headers=headers).json()
+    assert (info["model"], info["max_model_len"], info["stats"]["num_running"]) == ("tiny", 256, 0)
