@@ -80,8 +80,10 @@ class Grammars:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._known_vocabulary(), _grammar_of(params, written), log_level=0)
-        if matcher.is_error():
-            raise _refusal(matcher.get_error(), params.kind)
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()  # may take a second, too: copies share what the lexer has found out
+        if trial.is_error():
+            raise _refusal(trial.get_error(), params.kind)
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > MAX_COMPILED:

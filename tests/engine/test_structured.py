@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -235,3 +236,13 @@ def test_a_grammar_is_compiled_once(make_engine: MakeEngine) -> None:
     assert grammars.compile(form) is not grammars.compile(StructuredOutputsParams(choice=["a+"]))
     with pytest.raises(UserError, match="needs a tokenizer"):
         Grammars(None, VOCAB).compile(form)
+
+
+def test_the_first_step_of_a_huge_grammar_is_taken_while_it_is_compiled(make_engine: MakeEngine) -> None:
+    grammars, form = make_engine().grammars, StructuredOutputsParams(regex="((a{300}){300}){300}")
+    start = time.monotonic()
+    grammars.compile(form)
+    compiled = time.monotonic()
+    constraint = grammars.start(form)
+    constraint.matcher.compute_bitmask()
+    assert time.monotonic() - compiled < (compiled - start) / 5
