@@ -36,9 +36,8 @@ def test_generate_answers_in_json_and_text(qinfer, model):
 def test_m05_planned_and_loaded_pools_agree(qinfer, model, kv_cache_dtype):
     shared = ("--memory", "64MiB", "--max-num-seqs", 4, "--max-num-batched-tokens", 64, "--json")
     shared += ("--kv-cache-dtype", kv_cache_dtype)
-    (planned,) = json.loads(qinfer("plan", model, *shared, "--scheme", "dense", "--reserve", 0).stdout)[
-        "rows"
-    ]
+    plan = json.loads(qinfer("plan", model, *shared, "--scheme", "dense", "--device", "cpu").stdout)
+    (planned,) = plan["rows"]
     loaded = json.loads(qinfer("generate", model, "-p", "x", "--max-tokens", 1, *shared).stdout)["ledger"]
     assert loaded["pages"] == pytest.approx(planned["pages"], rel=0.02)
 
