@@ -151,7 +151,7 @@ def test_rope_angles_of_long_contexts(half: int, magnitude: float, dtype: torch.
     frequencies = 500_000.0 ** (-torch.arange(half, device="cuda") / half)
     cos, sin = rope_angles_triton.rope_angles(positions, frequencies, magnitude, dtype)
     angles = (positions[:, None].float() * frequencies).double()
-    bound = magnitude * (2.0**-9 if dtype == torch.bfloat16 else 4e-7)
+    bound = magnitude * (2.0**-8 if dtype == torch.bfloat16 else 4e-7)  # half of what bfloat16 steps by at 1
     assert (cos.double() - magnitude * torch.cat((angles.cos(),) * 2, 1)).abs().max() < bound
     assert (sin.double() - magnitude * torch.cat((-angles.sin(), angles.sin()), 1)).abs().max() < bound
 
