@@ -25,6 +25,7 @@ import json
 import multiprocessing
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,9 +33,9 @@ from typing import Any, NamedTuple
 
 from qinfer.bench import latency, throughput
 from qinfer.bench.dataset import Dataset
-from qinfer.bench.report import Bench, load
+from qinfer.bench.report import Bench, load, machine_of
 
-MODEL = str(Path(__file__).parent / "models" / "llama-3.1-8b")
+MODEL = Path(__file__).parent / "models" / "llama-3.1-8b"
 LIMITS = {"max_num_batched_tokens": 8192, "max_model_len": 2048, "enable_prefix_caching": False}
 
 
@@ -78,7 +79,7 @@ def ready(setting: Setting, *, together: bool) -> Bench:
         keywords["num_kv_blocks"] = setting.max_num_seqs * (512 + 256) // 64 + 8
     elif setting.memory:
         keywords["memory"] = setting.memory
-    return load(MODEL, keywords)
+    return load(str(MODEL), keywords)
 
 
 def measure(setting: Setting, bench: Bench, num_prompts: int) -> dict[str, Any]:
@@ -130,6 +131,7 @@ def _child(setting: Setting, num_prompts: int, together: bool, pipe: Connection)
     bench = ready(setting, together=together)
     pipe.send("ready")
     pipe.recv()
+    bench = replace(bench, machine=machine_of(bench.llm), model=MODEL.name)  # alone on the machine by now
     pipe.send(measure(setting, bench, num_prompts))
 
 

@@ -66,7 +66,12 @@ def load(model: str, llm_keywords: Mapping[str, Any]) -> Bench:
     start = time.perf_counter()
     llm = LLM(model, allow_ungated=True, **llm_keywords)
     seconds = time.perf_counter() - start
-    return Bench(model, llm, measure(model_device(), llm.dtype, llm.schemes[0].activations), seconds)
+    return Bench(model, llm, machine_of(llm), seconds)
+
+
+def machine_of(llm: LLM) -> Machine:
+    """The rates of the machine that this model runs on, for the format that its layers multiply."""
+    return measure(model_device(), llm.dtype, llm.schemes[0].activations)
 
 
 def roofline_keys(bound: Roofline, machine: Machine, output_tokens: int, seconds: float) -> dict[str, Any]:
