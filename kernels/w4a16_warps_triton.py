@@ -1,11 +1,14 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """The kernel of products with 4-bit weights on Hopper with one task per warp (see warps_triton.py).
 
-Where 32 to 128 tokens meet a weight, copies of the tokens from the L2 cache to the multiprocessors are what
-takes longest: every tile of output fetches them again. So tiles are 256 rows high, one a multiprocessor. One
-warp copies ahead into a ring of buffers in shared memory, and begins with the weight before the kernel in
-front has ended; each group of four warps turns the codes of 64 rows into floats in registers and multiplies
-them. While one does the former the tensor cores work for another, so nobody need take both at once.
+Where 64 or more tokens meet a weight, copies of the tokens from the L2 cache to the multiprocessors take
+long: every tile of output fetches them again. So tiles are 256 rows high, one a multiprocessor. One warp
+copies ahead into a ring of buffers in shared memory, and begins with the weight before the kernel in front
+has ended; each group of four warps turns the codes of 64 rows into floats in registers and multiplies them.
+While one does the former the tensor cores work for another, so nobody need take both at once.
+
+Few tokens gain nothing by it: there, more and smaller programs a multiprocessor wait less for the memory
+(H200, 28672x4096: 33.0 us against 34.0 for 64 tokens, but 28.2 against 22.3 for 16).
 
 Scales go into the weight, rounded to 16 bits (MODE 0 of w4a16_product_triton.py), and pieces are cut alike.
 """

@@ -70,6 +70,31 @@ def test_products(kind, dtype, n, k):
         assert torch.equal(y, OPS[kind][0](x, fragments, scale, bias)), m
 
 
+FEW = [{"BM": 8, "BN": 64, "BK": bk, "num_warps": 2, "num_stages": 4} for bk in (128, 256)]
+BY_WARPS = [
+    {"BY_WARPS": 1, "BM": bm, "BN": 256, "STAGES": s} for bm, s in ((16, 6), (32, 5), (64, 4), (128, 3))
+]
+
+
+@kinds
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [*FEW, *BY_WARPS], ids=str)
+def test_other_kernels(kind, dtype, tile):
+    """Rows, tokens and inputs that fill no tile, in one part and in three."""
+    n, k = 272, 1928
+    weight, scale = codes_of(kind, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3
+    fragments, bias = to_fragments(weight), torch.randn(n, device="cuda").to(dtype)
+    for m in (1, tile["BM"] - 1, 2 * tile["BM"] + 1):
+        x = torch.randn(m, k, device="cuda").to(dtype)
+        exact = (x.double() @ weight.double().T) * scale.double() + bias.double()
+        for splits in (1, 3):
+            entry = tile | {"SPLITS": splits, "EARLY": 1}
+            y = w8a16_triton.run(entry, x, fragments, scale, bias, kind == "fp8")
+            assert error_ratio(y, exact) < DTYPES[dtype], (m, splits)
+            for _ in range(3):
+                assert torch.equal(y, w8a16_triton.run(entry, x, fragments, scale, bias, kind == "fp8"))
+
+
 @kinds
 @pytest.mark.parametrize("m", [100, 128, 250, 900])
 def test_right_every_time(kind, m):
