@@ -17,7 +17,7 @@ from qinfer.engine.plan import shapes
 
 MIB = 1 << 20
 # On a GPU, in bytes; measured on an H200 with torch 2.11
-RUNTIME = 768 * MIB  # CUDA's context (527), libraries and kernels
+RUNTIME = 720 * MIB  # CUDA's context (527), libraries and kernels
 WORKSPACE = 40 * MIB  # of cuBLAS (32), and what a step's tensors lie in
 SLICE, COPIES = 16 * MIB, 6  # of logits in float32 that are copied at a time; with all that is copied
 WIDE_TOKENS, WIDE_PER_ROW, WIDE_BYTES = 32768, 20, 128 * MIB  # 8-bit pages of a step's chunks, widened
@@ -69,6 +69,11 @@ def layer_bytes(build: Build, tokens: int) -> int:
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = tokens * heads * item + _wide_pages(build, tokens)
     return stream + max(mlp, attention)
+
+
+def with_gaps(num_bytes: int) -> int:
+    """What tensors of a step lie in that takes so much: between them a quarter is not used."""
+    return num_bytes * 5 // 4
 
 
 def _wide_pages(build: Build, tokens: int) -> int:

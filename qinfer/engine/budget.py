@@ -20,6 +20,7 @@ from qinfer.engine.activations import (
     cpu_step_bytes,
     gpu_step_bytes,
     graph_bytes,
+    with_gaps,
 )
 from qinfer.engine.footprint import (
     GIB,
@@ -137,7 +138,7 @@ def planned_demand(build: Build, limits: StepLimits, *, on_gpu: bool) -> Demand:
     if on_gpu:
         weights = weight_bytes(config, weight_format, dtype, place="gpu")
         reserve = gpu_reserve(pages_of(config, kv_cache_dtype, limits.block_size))
-        return Demand(weights, gpu_step_bytes(build, limits), graph_bytes(build, limits), reserve)
+        return Demand(weights, with_gaps(gpu_step_bytes(build, limits)), graph_bytes(build, limits), reserve)
     weights = weight_bytes(config, weight_format, dtype, place="cpu")
     return Demand(weights, cpu_step_bytes(config, limits, ITEM_BYTES[dtype]))
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from qinfer import backend
+from qinfer.engine.activations import GRAPH_LAYER, with_gaps
 from qinfer.engine.footprint import format_size
 from qinfer.engine.graphs import capture
 from qinfer.engine.kv_pool import KVPool
@@ -49,7 +50,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_allocated(device)
     runner = Runner(decoder, pool, limits)
     runs_kernels = backend.runs_kernels()
     if runs_kernels:
@@ -64,7 +65,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
             f"not fit beside {format_size(before)} of weights: lower max_num_batched_tokens or max_num_seqs",
             "max_num_batched_tokens",
         ) from None
-    activations = torch.cuda.max_memory_reserved(device) - before
+    activations = with_gaps(torch.cuda.max_memory_allocated(device) - before)
     graphs = _graph_bytes(runner) if runs_kernels and not options.enforce_eager else 0
     del runner, pool
     torch.cuda.empty_cache()
@@ -113,4 +114,5 @@ def _graph_bytes(runner: Runner) -> int:
         return 0
     count = min(SOME, len(sizes))
     each = max(0, some.num_bytes - largest.num_bytes) // max(1, count - 1)
+    each = max(each, runner.decoder.config.num_layers * GRAPH_LAYER)
     return max(largest.num_bytes, some.num_bytes) + each * (len(sizes) - count)

@@ -50,7 +50,9 @@ def tensor_bytes(value: Any) -> int:
 def rehouse(tensors: Iterable[Tensor]) -> None:
     """Copies what these tensors refer to into new memory, in place, padding and shared parts included."""
     houses: dict[int, torch.UntypedStorage] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+    found = {id(tensor): tensor for tensor in tensors}
+    bases = [tensor._base for tensor in found.values() if tensor._base is not None]  # a view keeps it alive
+    for tensor in (found | {id(base): base for base in bases}).values():
         old = tensor.untyped_storage()
         if old.data_ptr() not in houses:
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(

@@ -27,6 +27,16 @@ def test_rehoused_tensors_keep_values_strides_padding_and_company(dtype: torch.d
     assert tensor_bytes([part, {"a": other}, (alone,)]) == memory.nbytes + alone.nbytes
 
 
+def test_the_memory_behind_a_view_is_let_go() -> None:
+    """A view keeps its base, and the base what it refers to, unless it moves too."""
+    base = torch.zeros(8, 4, dtype=torch.int32)
+    view = base.flatten(-2)
+    address = base.data_ptr()
+    rehouse([view])
+    assert view._base is base
+    assert base.data_ptr() == view.data_ptr() != address
+
+
 def test_on_a_cpu_nothing_is_moved() -> None:
     made = torch.ones(4)
     assert Aside(torch.device("cpu"))(lambda: [made])[0] is made
