@@ -97,7 +97,7 @@ def _is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
 def as_row(codes: torch.dtype | None, x: Activations) -> Activations:
     """x, quantized where it is one token on a CPU and the product to come wants `codes`."""
     if isinstance(x, Tensor) and _is_int8_row(codes, x):
-        return _int8_row_cpu.quantize(x.float())
+        return _int8_row_cpu.quantize(x)
     return x
 
 
@@ -142,10 +142,12 @@ def add_rms_norm_to(
     *,
     offset: float = 0.0,
     multiplier: float = 1.0,
+    wide: Tensor | None = None,
 ) -> tuple[Activations, Tensor]:
     """`add_rms_norm` for a product that wants `codes`: in one pass on a GPU, and for one token on a CPU.
 
-    Elsewhere the product makes its own codes.
+    Elsewhere the product makes its own codes. `wide` is offset + weight in float32, from a caller who keeps
+    it for that one token: to make it takes longer than the norm.
     """
     if isinstance(x, Parts):
         if codes is None:
@@ -156,7 +158,7 @@ def add_rms_norm_to(
         x = x.sums
     if _is_int8_row(codes, x):
         total = torch.add(residual, x, alpha=multiplier)
-        return _int8_row_cpu.rms_norm(total, weight, eps, offset), total
+        return _int8_row_cpu.rms_norm(total, weight.float() + offset if wide is None else wide, eps), total
     if codes is None or not x.is_cuda:
         return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
     values, scale, total = _backend.run(_ADD_NORM_TO[codes], x, residual, weight, eps, offset, multiplier)
@@ -201,11 +203,17 @@ _NORM_TO = {torch.int8: _fused_norm.rms_norm_int8, torch.float8_e4m3fn: _fused_n
 
 
 def rms_norm_to(
-    codes: torch.dtype | None, x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0
+    codes: torch.dtype | None,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    wide: Tensor | None = None,
 ) -> Activations:
     """`rms_norm` for a product that wants `codes`: see `add_rms_norm_to`."""
     if _is_int8_row(codes, x):
-        return _int8_row_cpu.rms_norm(x, weight, eps, offset)
+        return _int8_row_cpu.rms_norm(x, weight.float() + offset if wide is None else wide, eps)
     if codes is None or not x.is_cuda:
         return rms_norm(x, weight, eps, offset=offset)
     return Codes(*_backend.run(_NORM_TO[codes], x, weight, eps, offset), x.dtype)
@@ -318,7 +326,7 @@ def w8a8_int8(
             return _product(_backend.run(_w8a8_int8.w8a8_int8_parts, *given), x.dtype)
         return _backend.run(_w8a8_int8.w8a8_int8_codes, *given, bias)
     if _is_int8_row(torch.int8, x):
-        return scaled(_int8_row_cpu.product(_int8_row_cpu.quantize(x.float()), weight, weight_scale))
+        return scaled(_int8_row_cpu.product(_int8_row_cpu.quantize(x), weight, weight_scale))
     if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)

@@ -93,8 +93,8 @@ def test_tests_are_not_a_package():
     assert not (ROOT / "conftest.py").exists()
 
 
-def test_kernels_know_torch_triton_and_the_standard_library():
-    known = {*sys.stdlib_module_names, "torch", "triton"}
+def test_kernels_know_torch_numpy_triton_and_the_standard_library():
+    known = {*sys.stdlib_module_names, "torch", "numpy", "triton"}
     for module in inside(set(IMPORTS), "qinfer.kernels"):
         strangers = {
             n for n in IMPORTS[module] if n.split(".")[0] not in known and not n.startswith("qinfer.kernels")

@@ -56,6 +56,10 @@ class Layer:
         else:  # here "post_attention" means before the MLP
             self.attention_out_norm = self.mlp_out_norm = None
             self.mlp_norm = norms["post_attention_layernorm.weight"]
+        self._wide_norms = [  # for one token on a CPU
+            None if norm.device.type != "cpu" else norm.float() + config.norm_offset
+            for norm in (self.input_norm, self.mlp_norm)
+        ]
 
     @classmethod
     def build(
@@ -102,17 +106,18 @@ class Layer:
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         qkv_codes = self.attention.qkv.codes if tap is None else None
         mlp_codes = self.mlp.gate_up.codes if tap is None else None
+        wide, mlp_wide = self._wide_norms
         if x is None:
-            normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset)
+            normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset, wide=wide)
         else:
             normed, hidden = ops.add_rms_norm_to(
-                qkv_codes, x, hidden, self.input_norm, eps, offset=offset, multiplier=multiplier
+                qkv_codes, x, hidden, self.input_norm, eps, offset=offset, multiplier=multiplier, wide=wide
             )
         x = self.attention(normed, rope, attend, tap)
         if self.attention_out_norm is not None:
             x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
         normed, hidden = ops.add_rms_norm_to(
-            mlp_codes, x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier
+            mlp_codes, x, hidden, self.mlp_norm, eps, offset=offset, multiplier=multiplier, wide=mlp_wide
         )
         x = self.mlp(normed, tap)
         if self.mlp_out_norm is not None:

@@ -30,7 +30,7 @@ def same_codes(row: int8_row_cpu.Int8Row, codes: Tensor, scale: Tensor) -> None:
 
 def test_codes_of_a_row_are_those_of_the_op() -> None:
     for x in rows().split(1):
-        row = int8_row_cpu.quantize(x.float())
+        row = int8_row_cpu.quantize(x)
         codes, scale = int8_per_token(x)
         assert torch.equal(row.codes.float(), codes.float())
         assert row.scale == pytest.approx(float(scale), rel=1e-7)
@@ -41,7 +41,7 @@ def test_a_normed_row(offset: float) -> None:
     weight = torch.randn(192, generator=torch.Generator().manual_seed(1)).bfloat16()
     for x in rows().split(1):
         same_codes(
-            int8_row_cpu.rms_norm(x, weight, 1e-5, offset),
+            int8_row_cpu.rms_norm(x, weight.float() + offset, 1e-5),
             *fused_norm.rms_norm_int8(x, weight, 1e-5, offset),
         )
 
