@@ -1,8 +1,8 @@
 """One token on its way into an int8 product on the CPU: quantization folded into what makes its row.
 
 With one row a step is thousands of calls of small ops, and while weights stream through the cache each of
-torch's costs 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number. NumPy's
-take 1 to 2 us, so rows are float32 arrays here: a norm with its codes went from 49 us to 28. The row's
+torch's costs 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number.
+NumPy's take 1 to 2 us, so rows are float32 arrays here: a norm with its codes went from 49 us to 28. The row's
 statistics are Python numbers, and the factor that is common to a normed row stays out of it until the
 product: the codes of h / rms(h) are those of h, only the scale is divided. Where a product is added to the
 residual stream, its token's scale is the factor of that addition.
@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qinfer.kernels.quantize_per_token import INT8_MAX, SMALLEST_SCALE
-
 
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
