@@ -2,7 +2,7 @@
 
 With one row a step is thousands of calls of small ops, and while weights stream through the cache each of
 torch's costs 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number.
-NumPy's take 1 to 2 us, so rows are float32 arrays here: a norm with its codes went from 49 us to 28. The row's
+NumPy's take 1 to 2 us, so rows are float32 arrays here: a norm with its codes went from 49 us to 28. A row's
 statistics are Python numbers, and the factor that is common to a normed row stays out of it until the
 product: the codes of h / rms(h) are those of h, only the scale is divided. Where a product is added to the
 residual stream, its token's scale is the factor of that addition.
