@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import date
 from typing import Any
 
 import torch
+import triton
 from triton.testing import do_bench
 
 L2_TWICE = 256 << 20  # bytes of inputs to rotate over, so that none is still in the L2
+
+
+def origin() -> dict[str, str]:
+    """Where and when figures were measured, the head of every document of results."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": date.today().isoformat(),
+    }
 
 
 def microseconds(calls: list[Callable[[], Any]], replays: int = 15, settle: float = 0.0) -> float:

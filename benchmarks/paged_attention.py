@@ -22,7 +22,6 @@ from typing import Any
 
 import graph_timing as timing
 import torch
-import triton
 from paged_steps import (
     DIM,
     KINDS,
@@ -171,12 +170,12 @@ def main() -> None:
     out = parser.parse_args().out
     compile_all((num_seqs for num_seqs, _ in DECODE), TOKENS)
     top = ceilings()
-    gpu = torch.cuda.get_device_name()
+    document: dict[str, Any] = dict(timing.origin())
     print(
-        f"{gpu}: copy {top['copy_tb_s']:.2f} TB/s, bf16 product {top['matmul_tflop_s']:.0f} TFLOP/s",
+        f"{document['gpu']}: copy {top['copy_tb_s']:.2f} TB/s, "
+        f"bf16 product {top['matmul_tflop_s']:.0f} TFLOP/s",
         flush=True,
     )
-    document: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
     document |= {"ceilings": top, "decode": [], "prefill": [], "write": []}
 
     def keep(section: str, row: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from graph_timing import L2_TWICE, copy_bandwidth, microseconds
+from graph_timing import L2_TWICE, copy_bandwidth, microseconds, origin
 from torch import Tensor
 
 from qinfer.testing import error_ratio
@@ -165,7 +165,7 @@ def report(ops: dict[str, Op]) -> dict[str, Any]:
                     f"{row['share']:>6.2f} {row['error']:>8.1e}",
                     flush=True,
                 )
-    return {"gpu": torch.cuda.get_device_name(), "copy_tb_s": copy, "matmul_tflop_s": multiply, "rows": rows}
+    return {**origin(), "copy_tb_s": copy, "matmul_tflop_s": multiply, "rows": rows}
 
 
 def _measure(op: Op, weight: Weight, x: Tensor) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graph_timing import copy_bandwidth
+from graph_timing import copy_bandwidth, origin
 
 from qinfer.backend import compiling_ahead
 
@@ -38,12 +38,7 @@ def run(
     copy = copy_bandwidth()
     print(f"copy {copy:.2f} TB/s", flush=True)
     table: list[dict[str, Any]] = []
-    document = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "copy_tb_s": copy,
-        "rows": table,
-    }
+    document = {**origin(), "copy_tb_s": copy, "rows": table}
     for found, line in rows(copy):
         table.append(found)
         print(line, flush=True)

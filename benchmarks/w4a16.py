@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from cuts import cuts
-from graph_timing import L2_TWICE, copy_bandwidth, microseconds
+from graph_timing import L2_TWICE, copy_bandwidth, microseconds, origin
 from torch import Tensor
 
 from qinfer.kernels import tiles, w4a16, w4a16_plan, w4a16_triton
@@ -210,7 +210,7 @@ def report() -> dict[str, Any]:
                 f"{row['share']:>6.2f} {error:>8.1e}",
                 flush=True,
             )
-    return {"gpu": torch.cuda.get_device_name(), "copy_tb_s": copy, "matmul_tflop_s": multiply, "rows": rows}
+    return {**origin(), "copy_tb_s": copy, "matmul_tflop_s": multiply, "rows": rows}
 
 
 def table(n: int, k: int) -> Iterator[tuple[float, Config]]:
