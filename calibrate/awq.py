@@ -53,5 +53,5 @@ def candidates(x_mean: Tensor, w_mean: Tensor) -> Iterator[tuple[dict[str, float
         ratio = (i + 1) / half
         yield {"ratio": ratio, "duo": 0}, awq_scale(x_mean, w_mean, ratio, duo=False)
     for i in range(half):
-        ratio = i / (half - 1)
+        ratio = i / half  # duo at 1.0 is plain at 1.0
         yield {"ratio": ratio, "duo": 1}, awq_scale(x_mean, w_mean, ratio, duo=True)

@@ -11,8 +11,12 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from qinfer.testing import tiny_model
+
+settings.register_profile("same-everywhere", derandomize=True, deadline=None)
+settings.load_profile("same-everywhere")
 
 SPACE = "\u2581"
 # merges in order of rank, with every way to split a token
@@ -20,6 +24,12 @@ SENTENCEPIECE_MERGES = [
     *((SPACE, "t"), ("h", "e"), ("i", "n"), (SPACE, "a"), ("e", "r"), (SPACE + "t", "he")),
     *((SPACE + "t", "h"), (SPACE + "th", "e"), ("l", "e"), ("d", "in"), ("n", "g"), ("din", "g")),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test draws the same numbers in every run, alone or after others."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def test_t02_unfinished_prompt_and_nothing_generated(byte_level: Tokenizer) -> N
     assert deltas == ["", ""]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=12), st.binary(max_size=12), st.data())
 def test_t02_any_bytes_in_any_steps_are_the_whole_text_less_the_prompts(
     byte_level: Tokenizer, prompt: bytes, generated: bytes, data: st.DataObject
@@ -132,7 +132,7 @@ def test_stop_string_counts_only_after_min_tokens(byte_level: Tokenizer) -> None
     assert (detokenizer.text, detokenizer.num_stop_tokens) == ("aXb", 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("ab", max_size=14), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.booleans())
 def test_t03_text_is_cut_at_the_first_complete_stop_string(
     byte_level: Tokenizer, text: str, stop: list[str], include: bool
@@ -223,7 +223,7 @@ def test_t09_shown_special_token_before_a_space(sentencepiece: Tokenizer) -> Non
     assert "".join(deltas) == sentencepiece.decode(ids, skip_special_tokens=False) == "<s> the"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=12).filter(lambda text: "\u2581" not in text))
 def test_t09_any_text_comes_back_from_sentencepiece(sentencepiece: Tokenizer, text: str) -> None:
     ids = sentencepiece.encode(text, add_special_tokens=False)

@@ -27,7 +27,7 @@ def test_duo_scale_divides_by_the_weights_magnitude():
 
 
 def test_grid_has_the_identity_first_then_half_plain_and_half_duo():
-    grid = list(awq.candidates(torch.rand(8) + 0.1, torch.rand(8) + 0.1))
+    grid = list(awq.candidates(torch.linspace(0.1, 1.1, 8), torch.linspace(0.9, 0.2, 8)))
     assert len(grid) == 1 + 20
     assert grid[0][1].tolist() == [1.0] * 8
     assert [setting["duo"] for setting, _ in grid] == [0] + [0] * 10 + [1] * 10

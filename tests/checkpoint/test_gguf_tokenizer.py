@@ -72,7 +72,7 @@ def pair(sentencepiece_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return Tokenizer.load(sentencepiece_folder), rebuilt
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.text(st.sampled_from("the dinglerat <s>é\n0"), max_size=24))
 def test_q27_sentencepiece_gives_the_sources_ids(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
     source, rebuilt = pair

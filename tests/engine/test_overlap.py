@@ -98,7 +98,7 @@ params_of = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     requests=st.lists(
         st.tuples(st.integers(0, 12), st.integers(1, 70), st.integers(0, 3), params_of),

@@ -160,4 +160,4 @@ class PagesMachine(RuleBasedStateMachine):
 
 
 TestPages = PagesMachine.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=60, stateful_step_count=30)

@@ -17,7 +17,7 @@ from qinfer.engine.warmup import largest_step
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(0, 9000), st.sampled_from([16, 64]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_largest_step_reaches_every_limit(longest: int, seqs: int, more: int, block_size: int) -> None:
     limits = StepLimits(longest, seqs, seqs + more, block_size)
     chunks = largest_step(limits).chunks

@@ -203,7 +203,7 @@ def test_a_lone_sequence_that_outgrows_the_pool_ends_with_length() -> None:
     assert lengths(plan) == [(1, 5)]  # its pages serve the next one in the same step
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_pages=st.integers(4, 20),
     budget=st.integers(4, 64),

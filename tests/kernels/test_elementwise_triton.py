@@ -35,11 +35,6 @@ BOUND = {torch.float32: 1e-6, torch.float16: 2.0**-11}
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
-
-
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
 

@@ -76,7 +76,7 @@ def test_float8_by_arithmetic_is_float8_by_cast():
 
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(1, 70), st.integers(0, 999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_int8_integers_are_exact_for_any_shape(num_tokens, outputs, inputs, seed):
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)

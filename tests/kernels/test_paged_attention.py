@@ -152,7 +152,7 @@ def test_bfloat16_queries_over_bfloat16_pages() -> None:
         assert error_ratio(out, reference(q[i], k, v, MIXES["mixed"][i][0], 0.2, None, None)) < 5e-3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(1, 40)), min_size=1, max_size=5),
     window=st.sampled_from([None, 1, 7, 16, 33]),

@@ -16,7 +16,7 @@ def any_codes(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @given(n=st.integers(1, 40), k=st.integers(1, 300), dtype=st.sampled_from(DTYPES))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_there_and_back(n, k, dtype):
     codes = any_codes(n, k, dtype)
     packed = panels.to_panels(codes)

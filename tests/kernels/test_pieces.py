@@ -28,7 +28,7 @@ def shares(how: Cut, tiles: int, steps: int) -> list[tuple[int, int]]:
 
 
 @given(*(st.integers(1, high) for high in (400, 120, 300, 700)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_programs_share_the_steps(tiles: int, steps: int, slots: int, pieces: int) -> None:
     how = cut(tiles, steps, slots, pieces)
     found = shares(how, tiles, steps)

@@ -93,7 +93,7 @@ def test_top_p_beyond_the_first_candidates_sorts_everything() -> None:
     assert second == {7}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     values=st.lists(st.one_of(st.floats(-50, 50, width=32), st.just(-math.inf)), min_size=2, max_size=40),
     top_k=st.integers(0, 50),

@@ -23,7 +23,7 @@ dtypes = st.sampled_from([torch.bfloat16, torch.float16])
 
 
 @given(st.integers(1, 150), st.integers(1, 6), groups, dtypes, st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_packing_comes_back(rows, num_groups, group, dtype, seed):
     weight = random_weight(rows, group * num_groups, group, dtype, seed)
     packed = w4a16.pack_fragments(*weight)
@@ -34,7 +34,7 @@ def test_packing_comes_back(rows, num_groups, group, dtype, seed):
 
 
 @given(st.integers(1, 150), st.sampled_from([96, 576, 896]), dtypes, st.integers(0, 2**31))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_scale_per_row_comes_back(rows, inputs, dtype, seed):
     weight = random_weight(rows, inputs, inputs, dtype, seed)
     back = w4a16.unpack_fragments(**w4a16.pack_fragments(*weight), inputs=inputs, dtype=dtype)

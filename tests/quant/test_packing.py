@@ -19,7 +19,7 @@ shapes = st.tuples(st.integers(1, 20), st.integers(1, 70), st.sampled_from([4, 8
 
 
 @given(shapes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_words_are_those_of_compressed_tensors_and_come_back(shape):
     rows, columns, num_bits, seed = shape
     codes = random_codes(rows, columns, num_bits, seed)
@@ -31,7 +31,7 @@ def test_words_are_those_of_compressed_tensors_and_come_back(shape):
 
 
 @given(shapes)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_zero_points_are_packed_down_the_rows(shape):
     rows, groups, num_bits, seed = shape
     zero_points = random_codes(rows, groups, num_bits, seed)

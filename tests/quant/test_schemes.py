@@ -32,7 +32,7 @@ def width(scheme, units: int) -> int:
 
 @by_label
 @given(rows=st.integers(1, 30), units=st.integers(1, 9), dtype=dtypes, seed=st.integers(0, 999))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_specs_are_what_quantize_makes(scheme, rows, units, dtype, seed):
     columns = width(scheme, units)
     tensors = scheme.quantize(weights(rows, columns, seed), dtype=dtype)
@@ -44,7 +44,7 @@ def test_specs_are_what_quantize_makes(scheme, rows, units, dtype, seed):
 
 @by_label
 @given(rows=st.integers(1, 12), units=st.integers(1, 5), dtype=dtypes, seed=st.integers(0, 999))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_value_comes_back_within_half_a_step(scheme, rows, units, dtype, seed):
     weight = weights(rows, width(scheme, units), seed)
     tensors = scheme.quantize(weight, dtype=dtype)
@@ -87,7 +87,7 @@ def test_matmul_is_the_product_of_what_both_sides_mean(scheme, num_tokens, dtype
     units=st.integers(1, 3),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_fusing_shards_is_quantizing_them_joined(scheme, rows, units, seed):
     weight = weights(sum(rows), width(scheme, units), seed)
     shards = [scheme.quantize(shard, dtype=torch.bfloat16) for shard in weight.split(rows)]
