@@ -150,7 +150,7 @@ class LLM:
         *,
         use_tqdm: Progress = True,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
         tokenization_kwargs: None = None,
         mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
@@ -158,14 +158,14 @@ class LLM:
 
         A prompt is text, a list of ids, {"prompt": text} or {"prompt_token_ids": ids}. `sampling_params`:
         one for all, one for each, or None for the model's defaults. `use_tqdm` may be a tqdm constructor.
+        `priority`: one for each, the smaller the sooner, with scheduling_policy="priority".
         """
         refuse(
             lora_request=lora_request,
-            priority=priority,
             tokenization_kwargs=tokenization_kwargs,
             mm_processor_kwargs=mm_processor_kwargs,
         )
-        return self.run(_prompt_list(prompts), sampling_params, use_tqdm)
+        return self.run(_prompt_list(prompts), sampling_params, use_tqdm, priority=priority)
 
     def chat(
         self,
@@ -173,7 +173,7 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: Progress = True,
         lora_request: None = None,
-        priority: None = None,
+        priority: Sequence[int] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
@@ -189,7 +189,6 @@ class LLM:
         """
         refuse(
             lora_request=lora_request,
-            priority=priority,
             chat_template_content_format=None
             if chat_template_content_format in ("auto", "string")
             else chat_template_content_format,
@@ -216,7 +215,7 @@ class LLM:
             for conversation in conversations
         ]
         prompts = [self._encode_text(text, add_special_tokens=False) for text in texts]
-        return self.run(prompts, sampling_params, use_tqdm)
+        return self.run(prompts, sampling_params, use_tqdm, priority=priority)
 
     def embed(
         self,
@@ -254,13 +253,20 @@ class LLM:
         use_tqdm: Progress,
         *,
         pooling: Pooling | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Runs prompts to their end, pooled or continued; what all methods above come to."""
-        return self._run(self._add(prompts, params, pooling), use_tqdm)
+        return self._run(self._add(prompts, params, pooling, priority), use_tqdm)
 
-    def enqueue(self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None) -> list[str]:
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
         """Takes prompts in like `generate`, for `wait_for_completion` to run; returns their request ids."""
-        ids = self._add(_prompt_list(prompts), sampling_params)
+        ids = self._add(_prompt_list(prompts), sampling_params, priority=priority)
         self._enqueued += ids
         return ids
 
@@ -300,17 +306,24 @@ class LLM:
         return self.engine.reset_prefix_cache()
 
     def _add(
-        self, prompts: Sequence[Prompt], sampling_params: Params, pooling: Pooling | None = None
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: Params,
+        pooling: Pooling | None = None,
+        priority: Sequence[int] | None = None,
     ) -> list[str]:
         params = self._params_list(sampling_params, len(prompts))
+        ranks = [0] * len(prompts) if priority is None else priority
+        if len(ranks) != len(prompts):
+            raise UserError(f"{len(prompts)} prompts but {len(ranks)} priorities: give one each", "priority")
         ids: list[str] = []
         try:
-            for prompt, own in zip(prompts, params, strict=True):
+            for prompt, own, rank in zip(prompts, params, ranks, strict=True):
                 text, token_ids = self._encode(prompt)
                 final = own.clone()
                 final.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, token_ids, final, prompt=text, pooling=pooling)
+                self.engine.add(request_id, token_ids, final, prompt=text, priority=rank, pooling=pooling)
                 ids.append(request_id)
                 self._widths[request_id] = own.n
         except BaseException:

@@ -59,6 +59,18 @@ def check_fits(num_prompt: int, limits: StepLimits, capacity: int) -> None:
         )
 
 
+def check_priority(priority: int, policy: str) -> None:
+    """UserError for a priority that the engine does not obey."""
+    if not isinstance(priority, int) or isinstance(priority, bool):
+        raise UserError(f"priority must be a whole number, not {priority!r:.100}", "priority")
+    if priority and policy != "priority":
+        raise UserError(
+            f"priority is {priority}, and this engine runs requests in order of arrival: leave it out, or "
+            "start with scheduling_policy='priority' (--scheduling-policy priority)",
+            "priority",
+        )
+
+
 def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, *, has_tokenizer: bool) -> None:
     """UserError for parameters that this model or engine cannot obey."""
     for name in ("logprobs", "prompt_logprobs"):

@@ -107,6 +107,7 @@ class Engine:
         self.vocab_size = config.vocab_size
         self._logit_rows = slice_rows(config.vocab_size) if on_gpu else LOGIT_ROWS
         self._max_logprobs = options.max_logprobs
+        self._policy = options.scheduling_policy
         self._seeds = random.Random(options.seed)
         self._seq_ids = count()
         self._requests: dict[str, Request] = {}
@@ -131,12 +132,12 @@ class Engine:
     ) -> None:
         """Takes a request in, to be started by a later `step`.
 
-        `arrival_time` is wall-clock seconds, now if None; requests of different `cache_salt` share no pages.
+        `arrival_time` is wall-clock seconds, now if None; requests of different `cache_salt` share no pages;
+        the smaller `priority`, the sooner, where the scheduling policy is "priority".
         With `pooling` the output has an `embedding`; its one token means nothing.
         Raises UserError for what cannot be run: a known id, ids out of range, a prompt that never fits.
         """
-        if priority:
-            raise NotImplementedError("qinfer does not have priority: requests run in order of arrival")
+        admission.check_priority(priority, self._policy)
         if request_id in self._requests:
             raise UserError(
                 f"request id {request_id!r} is in use: wait for it or choose another", "request_id"
@@ -150,7 +151,7 @@ class Engine:
         )
         structured = params.structured_outputs
         constraints = [self.grammars.start(structured) if structured else None for _ in range(params.n)]
-        request.prompt, request.salt = prompt, cache_salt or ""
+        request.prompt, request.salt, request.priority = prompt, cache_salt or "", priority
         request.pool = Pool(pooling) if pooling else None
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from qinfer.errors import UserError, check_counts, check_flags
 
+SCHEDULING_POLICIES = ("fcfs", "priority")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32", "int8", "fp8", "fp8_e4m3")
 
 
@@ -16,7 +17,8 @@ class EngineOptions:
 
     `num_kv_blocks` fixes the number of pages and `kv_cache_memory_bytes` their bytes; else `memory`, a hard
     budget in bytes for weights, activations and pages together, decides, or on a GPU
-    `gpu_memory_utilization` of the device. Raises UserError for a value that no engine could have.
+    `gpu_memory_utilization` of the device. `scheduling_policy` "fcfs" runs requests in order of arrival,
+    "priority" the smaller priority first. Raises UserError for a value that no engine could have.
     """
 
     max_model_len: int | None = None  # the model's context, or what the pool holds of it
@@ -33,6 +35,7 @@ class EngineOptions:
     seed: int = 0
     max_logprobs: int = 20  # -1: no limit
     enforce_eager: bool = False  # on a GPU: no CUDA graphs
+    scheduling_policy: str = "fcfs"
 
     def __post_init__(self) -> None:
         sizes: tuple[str, ...] = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
@@ -52,6 +55,11 @@ class EngineOptions:
             known = ", ".join(KV_CACHE_DTYPES)
             raise UserError(
                 f"kv_cache_dtype must be one of {known}, not {self.kv_cache_dtype!r}", "kv_cache_dtype"
+            )
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise UserError(
+                f"scheduling_policy must be {' or '.join(SCHEDULING_POLICIES)}, not {self.scheduling_policy!r}",
+                "scheduling_policy",
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UserError(

@@ -45,6 +45,7 @@ class Request:
     rules: StopRules
     prompt: str | None = None
     salt: str = ""
+    priority: int = 0  # the smaller, the sooner
     bad_words: tuple[tuple[int, ...], ...] = ()
     metrics: RequestStateStats = field(default_factory=RequestStateStats)
     num_cached: int | None = None  # prompt tokens found in the prefix cache; None until admitted

@@ -1,16 +1,18 @@
 """Who runs in the next step, in ids and counts. No torch.
 
 A step has one budget of tokens. Running sequences that need one more token (decode) come first, then chunks
-of prompts that are under way, then new sequences from the head of the queue, in order of arrival; nobody
-overtakes. A sequence is admitted when pages for all of its tokens are free, less what the prefix cache
-already has, and one spare page for every running sequence, which may need it soon. At least one token is
-always computed, because a full hit would leave nothing to sample from.
+of prompts that are under way, then new sequences from the head of the queue. Both queues are in order of
+rank: the smaller priority, and among equals the earlier arrival, comes first; nobody overtakes a better rank.
+A sequence that waits takes no place from one that runs, whatever its rank. It is admitted when pages for all
+of its tokens are free, less what the prefix cache already has, and one spare page for every running sequence,
+which may need it soon. At least one token is always computed, because a full hit would leave nothing to
+sample from.
 
-When a running sequence needs a page and none is free, the latest arrival among the running is preempted: its
-pages go (their contents stay in the prefix cache as long as nobody takes them), it returns to the head of the
-queue and is computed again later. So every running sequence has arrived before every waiting one, the oldest
-always makes progress, and nobody starves. A sequence that alone needs more pages than exist ends with
-"length"; one whose prompt does is refused by `Engine.add`.
+When a running sequence needs a page and none is free, the last in rank among the running is preempted: its
+pages go (their contents stay in the prefix cache as long as nobody takes them), it returns to its place in
+the queue and is computed again later. So the first in rank always makes progress, and where priorities are
+equal every running sequence has arrived before every waiting one and nobody starves. A sequence that alone
+needs more pages than exist ends with "length"; one whose prompt does is refused by `Engine.add`.
 
 A plan may be made before the plan in front of it has been booked, so that a GPU always has work: then the
 tokens to come are counted, though not known (`Sequence.num_pending`). A sequence that ends by such a token is
@@ -21,6 +23,7 @@ the prefix cache.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 
@@ -36,8 +39,8 @@ class Scheduler:
     def __init__(self, limits: StepLimits, pages: PagePool) -> None:
         self.limits = limits
         self.pages = pages
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # in order of arrival
+        self.waiting: deque[Sequence] = deque()  # in order of rank, as the next
+        self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0
@@ -46,9 +49,9 @@ class Scheduler:
         self._lanes = list(range(limits.max_num_seqs - 1, -1, -1))  # free ones, taken from the end
 
     def add(self, seq: Sequence) -> None:
-        """Puts a new sequence at the end of the queue."""
+        """Puts a new sequence into the queue, behind all of its rank."""
         self._alive[seq.seq_id] = seq
-        self.waiting.append(seq)
+        insort(self.waiting, seq, key=_rank)
 
     def schedule(self) -> StepPlan:
         """Chunks of the next step, at most max_num_batched_tokens; empty only where nothing can run.
@@ -146,7 +149,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         self._leave(seq)
         seq.rewind()
-        self.waiting.appendleft(seq)
+        insort(self.waiting, seq, key=_rank)
         self.num_preemptions += 1
         seq.request.metrics.num_preemptions += 1
 
@@ -205,7 +208,7 @@ class Scheduler:
         seq.num_computed = len(hit) * self.pages.page_size
         seq.num_published = len(hit)
         seq.lane, seq.new_pages = self._lanes.pop(), True
-        self.running.append(seq)
+        insort(self.running, seq, key=_rank)
         request = seq.request
         if seq.num_output == 0 and not request.metrics.num_preemptions:
             self.prefix_queries += 0 if seq.scores_prompt or not self.pages.caching else seq.num_prompt
@@ -227,3 +230,7 @@ class Scheduler:
             tokens = seq.token_ids[i * size : (i + 1) * size]
             keys.append(page_key(keys[-1] if keys else b"", tokens, seq.request.salt))
         return keys
+
+
+def _rank(seq: Sequence) -> tuple[int, int]:
+    return seq.request.priority, seq.seq_id

@@ -437,11 +437,6 @@ def test_p09_a_refused_request_leaves_its_neighbour_alone(
     assert seen == expected
 
 
-def test_priority_is_not_there(make_engine: MakeEngine) -> None:
-    with pytest.raises(NotImplementedError, match="priority"):
-        make_engine().add("a", prompt(5), greedy(), priority=1)
-
-
 def test_allowed_ids_that_may_all_be_forbidden_are_refused(make_engine: MakeEngine) -> None:
     params = SamplingParams(allowed_token_ids=[258], min_tokens=1)
     with pytest.raises(UserError, match="forbid"):
