@@ -37,18 +37,20 @@ class Interval(NamedTuple):
         return Interval(function(self.value), function(self.low), function(self.high))
 
 
-def mean_interval(clusters: Sequence[Tensor], *, seed: int = 0) -> Interval:
+def mean_interval(clusters: Sequence[Tensor], *, seed: int = 0, confidence: float = CONFIDENCE) -> Interval:
     """Mean over all values of all clusters (1-d tensors) with its interval; deterministic in the seed."""
     sums = torch.stack([values.double().sum() for values in clusters]) if clusters else torch.empty(0)
     counts = torch.tensor([values.numel() for values in clusters], dtype=torch.float64)
     value = float(sums.sum() / counts.sum())
     if len(clusters) < 2:
         return Interval(value, -math.inf, math.inf)
-    weights = _resampled(len(clusters), RESAMPLES, seed)
-    return _percentiles(value, (weights @ sums) / (weights @ counts), len(clusters))
+    weights = resampled(len(clusters), RESAMPLES, seed)
+    return percentiles(value, (weights @ sums) / (weights @ counts), len(clusters), confidence)
 
 
-def quantile_interval(clusters: Sequence[Tensor], q: float, *, seed: int = 0) -> Interval:
+def quantile_interval(
+    clusters: Sequence[Tensor], q: float, *, seed: int = 0, confidence: float = CONFIDENCE
+) -> Interval:
     """The smallest value that at least a share `q` of all values does not exceed, with its interval."""
     values = torch.cat([values.double() for values in clusters]) if clusters else torch.empty(0)
     if values.numel() == 0 or not bool(torch.isfinite(values).all()):
@@ -58,10 +60,10 @@ def quantile_interval(clusters: Sequence[Tensor], q: float, *, seed: int = 0) ->
     value = _weighted_quantile(values, torch.ones(1, len(values), dtype=torch.float64), q)
     if len(clusters) < 2:
         return Interval(float(value), -math.inf, math.inf)
-    weights = _resampled(len(clusters), QUANTILE_RESAMPLES, seed)
+    weights = resampled(len(clusters), QUANTILE_RESAMPLES, seed)
     # in slices of 50 resamples: weights of every token are [50, tokens], not [1000, tokens]
     drawn = [_weighted_quantile(values, part[:, owner], q) for part in torch.split(weights, 50)]
-    return _percentiles(float(value), torch.cat(drawn), len(clusters))
+    return percentiles(float(value), torch.cat(drawn), len(clusters), confidence)
 
 
 def exponential(nats: float) -> float:
@@ -85,7 +87,7 @@ def student_quantile(p: float, degrees: int) -> float:
     return float(z + sum(term / degrees ** (k + 1) for k, term in enumerate(terms)))
 
 
-def _resampled(num_clusters: int, resamples: int, seed: int) -> Tensor:
+def resampled(num_clusters: int, resamples: int, seed: int) -> Tensor:
     """How often each cluster is drawn, [resamples, clusters] float64; each row sums to the clusters."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(num_clusters, (resamples, num_clusters), generator=generator)
@@ -93,8 +95,9 @@ def _resampled(num_clusters: int, resamples: int, seed: int) -> Tensor:
     return weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
 
-def _percentiles(value: float, drawn: Tensor, num_clusters: int) -> Interval:
-    tail = (1 - CONFIDENCE) / 2
+def percentiles(value: float, drawn: Tensor, num_clusters: int, confidence: float = CONFIDENCE) -> Interval:
+    """The interval of `value` from its resampled values [R], widened for few clusters."""
+    tail = (1 - confidence) / 2
     t = student_quantile(1 - tail, num_clusters - 1)
     tail = NormalDist().cdf(-math.sqrt(num_clusters / (num_clusters - 1)) * t)
     low, high = torch.quantile(drawn, torch.tensor([tail, 1 - tail], dtype=torch.float64)).tolist()

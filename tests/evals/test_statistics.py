@@ -35,6 +35,16 @@ def test_equal_seeds_give_equal_intervals_and_others_do_not() -> None:
     assert quantile_interval(clusters, 0.9, seed=7) == quantile_interval(clusters, 0.9, seed=7)
 
 
+def test_more_confidence_takes_a_wider_interval() -> None:
+    clusters = list(torch.rand(12, 40, generator=torch.Generator().manual_seed(1)))
+    for make in (
+        mean_interval,
+        lambda values, confidence: quantile_interval(values, 0.9, confidence=confidence),
+    ):
+        sure, surer = make(clusters, confidence=0.9), make(clusters, confidence=0.99)
+        assert surer.low < sure.low < sure.value == surer.value < sure.high < surer.high
+
+
 @pytest.mark.parametrize("num_clusters", [8, 16])
 def test_the_interval_covers_the_true_mean_as_often_as_it_says(num_clusters: int) -> None:
     """Skewed values that share variance within a cluster, as KL does; the true mean is known."""
