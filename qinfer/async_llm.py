@@ -14,6 +14,7 @@ requests with EngineStoppedError and joins the thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -21,7 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.errors import EngineDeadError, UserError
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # a server takes its port before it spends seconds on importi
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
 
 
@@ -55,8 +57,10 @@ class Observer(Protocol):
         """The engine has taken the request in."""
         ...
 
-    def stepped(self, outputs: Sequence[RequestOutput], stats: EngineStats, now: float) -> None:
-        """A step has ended with these outputs."""
+    def stepped(
+        self, outputs: Sequence[RequestOutput], stats: EngineStats, now: float, seconds: float
+    ) -> None:
+        """A step that took `seconds` has ended with these outputs."""
         ...
 
     def ended(self, request_id: str, reason: str) -> None:
@@ -150,18 +154,29 @@ class AsyncLLM:
         """Tells `observer` of every request from now on."""
         self._observers += (observer,)
 
+    async def ask(self, question: Callable[[Engine], T]) -> T:
+        """The answer to a question about the engine, put to it between two steps; raises EngineDeadError."""
+        await self.check_health()
+        loop, answer = asyncio.get_running_loop(), asyncio.Future[T]()
+
+        def tell(found: T) -> None:
+            if not answer.done():  # cancelled meanwhile
+                answer.set_result(found)
+
+        def put() -> None:
+            found = question(self._engine)
+            with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there any more
+                loop.call_soon_threadsafe(tell, found)
+
+        with self._gate:
+            if self._stopping:
+                raise EngineStoppedError("the engine was shut down")
+            self._commands.put(put)
+        return await answer
+
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
-        await self.check_health()
-        loop, done = asyncio.get_running_loop(), asyncio.Event()
-
-        def forget() -> None:
-            self._engine.reset_prefix_cache()
-            loop.call_soon_threadsafe(done.set)
-
-        self._commands.put(forget)
-        await done.wait()
-        return True
+        return await self.ask(lambda engine: engine.reset_prefix_cache())
 
     async def pause_generation(self) -> None:
         """Stops after the step that runs; requests wait until `resume_generation`."""
@@ -285,12 +300,13 @@ class AsyncLLM:
         return self.dead_error is None and not self._paused and self._engine.has_unfinished()
 
     def _step(self) -> None:
+        began = time.monotonic()
         outputs = self._engine.step()
         self.stats = self._engine.stats()
         now = time.monotonic()
         self._stat_log.tick(self.stats, now)
         for observer in self._observers:
-            observer.stepped(outputs, self.stats, now)
+            observer.stepped(outputs, self.stats, now, now - began)
         mail = []
         for output in outputs:
             request = self._live.get(output.request_id)

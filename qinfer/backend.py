@@ -13,6 +13,7 @@ On the CPU nobody asks here: `ops` looks at one attribute of a tensor and calls 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import as_completed
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from qinfer.kernels.tiles import Declined, gpu_key, is_measured
 
 logger = logging.getLogger(__name__)
 
-_said: set[tuple[str, str]] = set()  # warnings that were given: an op and a reason
+fallbacks: Counter[tuple[str, str]] = Counter()  # how often an op ran without its kernel, and why
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -162,7 +163,7 @@ def _run(
             raise UserError(
                 f"QINFER_BACKEND=triton, but {name} has no kernel for {shapes}: {reason}; use auto"
             ) from reason
-        _say_once(name, str(reason), shapes)
+        _fall_back(name, str(reason), shapes)
         return meaning(*args, **kwargs)
 
 
@@ -239,8 +240,8 @@ def _twin(meaning: Callable[..., R]) -> Callable[..., R]:
     return twin
 
 
-def _say_once(op: str, reason: str, shapes: str) -> None:
-    """Warns once of an op and a reason, naming the shapes that met it first: others come with every step."""
-    if (op, reason) not in _said:
-        _said.add((op, reason))
+def _fall_back(op: str, reason: str, shapes: str) -> None:
+    """Counts, and warns once of an op and a reason, with the shapes that met it: others come every step."""
+    if (op, reason) not in fallbacks:
         logger.warning("%s runs in plain torch, which is slow, for %s: %s", op, shapes, reason)
+    fallbacks[op, reason] += 1

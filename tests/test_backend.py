@@ -38,7 +38,7 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     chosen()
     yield chosen
     monkeypatch.undo()
-    backend._said.clear()
+    backend.fallbacks.clear()
     backend._twin.cache_clear()
     backend.settings.cache_clear()
 
@@ -87,6 +87,7 @@ def test_declining_runs_the_meaning_and_is_said_once(
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage() == "double runs in plain torch, which is slow, for float32[2]: numbers are odd"
+    assert backend.fallbacks == {("double", "numbers are odd"): 2}
     choose("auto", "1")  # there is nothing to compare
     assert backend.run(op(lambda x: 2 * x, declining), X).tolist() == [2.0, 4.0]
 

@@ -39,6 +39,7 @@ from qinfer.cli.server_options import (
     AllowedOriginsOption,
     ApiKeyOption,
     ForceUsageOption,
+    HistogramBucketsOption,
     KeepAliveOption,
     MaxBodyOption,
     MetricsCompatOption,
@@ -64,6 +65,7 @@ def serve(
     trust_request_chat_template: TrustTemplateOption = False,
     tool_call_parser: ToolCallParserOption = "auto",
     metrics_compat: MetricsCompatOption = "vllm",
+    custom_histogram_buckets: HistogramBucketsOption = None,
     tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
@@ -140,6 +142,7 @@ def serve(
 
     with stdout_kept_for_result():
         from qinfer.server import run
+        from qinfer.server.histogram import parse_bounds
         from qinfer.server.options import ServerOptions
 
         options = ServerOptions(
@@ -151,5 +154,6 @@ def serve(
             trust_request_chat_template=trust_request_chat_template,
             tool_call_parser=tool_call_parser,
             metrics_compat=metrics_compat,
+            histogram_bounds=parse_bounds(custom_histogram_buckets) if custom_histogram_buckets else {},
         )
         run.serve(load, options, host=host, port=port, on_ready=ready)

@@ -36,3 +36,10 @@ ToolCallParserOption = Annotated[
 MetricsCompatOption = Annotated[
     Literal["vllm", "none"], typer.Option(help="Whose names /metrics has beside qinfer's own.")
 ]
+HistogramBucketsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--custom-histogram-buckets",
+        help='Bounds of histograms in /metrics by family, as JSON: {"time_to_first_token": [0.2, 0.5, 1]}.',
+    ),
+]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 
+from qinfer.engine.options import StepCounts
+from qinfer.engine.plan import StepPlan
 from qinfer.engine.request import Sequence
 from qinfer.engine.sampler import Sampled
 from qinfer.tokenizer import Detokenizer, Tokenizer
@@ -20,8 +22,19 @@ class Books:
         self.prompt_tokens = 0  # of requests whose prompt has been computed
         self.cached_tokens = 0  # of those, taken from the prefix cache
         self.generation_tokens = 0
+        self.last_step = StepCounts()
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
+
+    def count(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Notes what a step has computed; a chunk of one token past the prompt is decode."""
+        prefill = num_prefills = new = 0
+        for chunk, seq in zip(plan.chunks, sequences, strict=True):
+            new += chunk.sample
+            if chunk.stop - chunk.start > 1 or chunk.start < seq.num_prompt:
+                prefill += chunk.stop - chunk.start
+                num_prefills += 1
+        self.last_step = StepCounts(prefill, new, num_prefills, len(sequences) - num_prefills)
 
     def take(self, seq: Sequence, sampled: Sampled, now: float) -> str | None:
         """Books a token that the sequence has got at `now`; returns the stop string that it completes."""

@@ -33,7 +33,7 @@ from qinfer.engine import admission
 from qinfer.engine.books import Books
 from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
 from qinfer.engine.memory import Ledger
-from qinfer.engine.options import EngineOptions, EngineStats, StepLimits, settle_limits
+from qinfer.engine.options import EngineOptions, EngineStats, StepCounts, StepLimits, settle_limits
 from qinfer.engine.pages import PagePool
 from qinfer.engine.plan import StepPlan
 from qinfer.engine.pooling import Pool, Pooling
@@ -177,6 +177,7 @@ class Engine:
         for seq in changed:
             self._end(seq)
         sequences = self._sequences_of(plan)
+        self._books.last_step = StepCounts()
         before, self._under_way = self._under_way, None
         at_once = not self.runner.overlaps or self._looks_back(sequences)
         if sequences and not at_once:
@@ -258,6 +259,7 @@ class Engine:
         return sequences
 
     def _looks_back(self, sequences: list[TokenSequence]) -> bool:
+            last_step=self._books.last_step,
         return bool(self._may_look_back) and any(seq.looks_back for seq in sequences)
 
     def _launch(self, plan: StepPlan, sequences: list[TokenSequence]) -> _UnderWay:
@@ -281,6 +283,7 @@ class Engine:
                 score_prompt(seq.request, chunk, hidden, self.runner, self._logit_rows, self._spell)
         ready = _sampled_of(plan, sequences)
         return self._commit(plan, ready, sample(out.logits, ready, self._spell) if ready else [])
+        self._books.count(step.plan, step.sequences)
 
     def _commit(
         self, plan: StepPlan, ready: list[TokenSequence], sampled: list[Sampled]
@@ -292,6 +295,7 @@ class Engine:
             if seq.finish_reason is None
         }
         tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
+        self._books.count(plan, sequences)
         now = time.monotonic()
         for seq in self.scheduler.commit(plan, tokens):
             stop = self._books.take(seq, results[seq.seq_id], now)

@@ -120,6 +120,22 @@ def settle_limits(options: EngineOptions, context: int, *, on_gpu: bool) -> Step
     )
 
 
+class StepCounts(NamedTuple):
+    """What one step has computed; all zero where there was none to book."""
+
+    prefill_tokens: int = 0  # of prompts, and what a preempted sequence has to compute again
+    new_tokens: int = 0
+    num_prefills: int = 0  # sequences
+    num_decodes: int = 0
+
+    @property
+    def phase(self) -> str:
+        """One of prefill, decode, mixed."""
+        if not self.num_prefills:
+            return "decode"
+        return "mixed" if self.num_decodes else "prefill"
+
+
 class EngineStats(NamedTuple):
     """The engine's counters: `num_*` running and waiting now, the others since the engine was made."""
 
@@ -133,3 +149,4 @@ class EngineStats(NamedTuple):
     generation_tokens: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # and found there
+    last_step: StepCounts = StepCounts()

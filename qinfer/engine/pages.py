@@ -18,6 +18,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 
 def page_key(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes:
@@ -27,6 +28,16 @@ def page_key(parent: bytes, token_ids: Sequence[int], salt: str = "") -> bytes:
     if not parent:
         digest.update(salt.encode())
     return digest.digest()
+
+
+class PageMap(NamedTuple):
+    """What the pages hold, in order, summed over cells of `pages_per_cell` (the last may have fewer)."""
+
+    num_pages: int
+    pages_per_cell: int
+    held: list[int]  # pages of a cell that sequences hold
+    shared: list[int]  # of those, by more than one
+    cached: list[int]  # free pages that still hold a known prefix
 
 
 class PagePool:
@@ -112,6 +123,18 @@ class PagePool:
         self._cached.clear()
         self._key_of.clear()
         self._page_of.clear()
+
+    def survey(self, max_cells: int) -> PageMap:
+        """A map of at most `max_cells` cells, for a person to look at."""
+        size = -(-self.num_pages // max_cells)
+        starts = range(1, self.num_pages + 1, size)
+        cells = [self._holders[start : start + size] for start in starts]
+        cached = [0] * len(cells)
+        for page in self._cached:
+            cached[(page - 1) // size] += 1
+        held = [len(cell) - cell.count(0) for cell in cells]
+        shared = [few - cell.count(1) for few, cell in zip(held, cells, strict=True)]
+        return PageMap(self.num_pages, size, held, shared, cached)
 
     def check(self, holders: Iterable[Sequence[int]] = ()) -> None:
         """Asserts that the books are in order when exactly these page lists are held."""

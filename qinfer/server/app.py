@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 
 from qinfer import __version__
@@ -23,6 +23,7 @@ from qinfer.server import chat, completions, embeddings, errors, responses, toke
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
+from qinfer.server.http_metrics import HttpMetrics
 from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
@@ -45,22 +46,22 @@ def build_app(
     options = options or ServerOptions()
     names = tuple(options.served_model_names or engine.llm.served_model_names)
     state = ServerState(engine, names, gate or engine.llm.gate, options)
-    metrics = ServerMetrics(engine.max_model_len)
+    metrics, http = ServerMetrics(engine.max_model_len, options.histogram_bounds), HttpMetrics()
     engine.observe(metrics)
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
     app.include_router(_openai_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_response_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_token_routes(state), responses=errors.DOCUMENTED)
-    app.include_router(_operator_routes(state, metrics), responses=errors.DOCUMENTED)
-    app.include_router(_metrics_route(state, metrics))
+    app.include_router(_operator_routes(state, http), responses=errors.DOCUMENTED)
+    app.include_router(_metrics_route(make_registry(state, metrics, http)))
     if options.dev_mode:
         app.include_router(_dev_routes(state), responses=errors.DOCUMENTED)
-    _add_layers(app, state, metrics)
+    _add_layers(app, state, http)
     return app
 
 
-def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics) -> None:
+def _add_layers(app: FastAPI, state: ServerState, http: HttpMetrics) -> None:
     """What stands around the routes; each goes around those before it."""
     options = state.options
     if options.api_keys:
@@ -74,7 +75,7 @@ def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics) -> Non
             allow_headers=["*"],
             expose_headers=["x-request-id", GATE_HEADER],
         )
-    app.add_middleware(RequestFrame, headers=[(GATE_HEADER, state.gate.state)], metrics=metrics)
+    app.add_middleware(RequestFrame, headers=[(GATE_HEADER, state.gate.state)], metrics=http)
 
 
 def _openai_routes(state: ServerState) -> APIRouter:
@@ -150,7 +151,7 @@ def _token_routes(state: ServerState) -> APIRouter:
     return router
 
 
-def _operator_routes(state: ServerState, metrics: ServerMetrics) -> APIRouter:
+def _operator_routes(state: ServerState, http: HttpMetrics) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health")
@@ -170,14 +171,13 @@ def _operator_routes(state: ServerState, metrics: ServerMetrics) -> APIRouter:
 
     @router.get("/load")
     async def load() -> Response:
-        return JSONResponse({"server_load": metrics.http_live})
+        return JSONResponse({"server_load": http.live})
 
     return router
 
 
-def _metrics_route(state: ServerState, metrics: ServerMetrics) -> APIRouter:
+def _metrics_route(registry: CollectorRegistry) -> APIRouter:
     router = APIRouter()
-    registry = make_registry(state, metrics, state.options.metrics_compat)
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:

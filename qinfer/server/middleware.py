@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import logging
 import re
+import time
 import uuid
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.server.errors import Failure
-from qinfer.server.metrics import ServerMetrics
+from qinfer.server.http_metrics import HttpMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,22 @@ class RequestFrame:
     by the route's path, the method and the status, and those under way outside OPEN_PATHS.
     """
 
-    def __init__(self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: HttpMetrics) -> None:
         self.app, self.headers, self.metrics = app, headers, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        given = Headers(scope=scope).get("x-request-id", "")
+        asked = Headers(scope=scope)
+        given = asked.get("x-request-id", "")
         request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
-        status = 0
+        status = sent = 0
+        began = time.monotonic()
 
         async def framed(message: Message) -> None:
-            nonlocal status
+            nonlocal status, sent
+            sent += len(message.get("body", b""))
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
@@ -55,7 +59,7 @@ class RequestFrame:
             await send(message)
 
         working = scope["path"] not in OPEN_PATHS
-        self.metrics.http_live += working
+        self.metrics.live += working
         try:
             await self.app(scope, receive, framed)
         except Exception:  # nothing above us would answer, and a traceback is for the log only
@@ -64,8 +68,16 @@ class RequestFrame:
                 raise  # the answer has begun: all that is left is to close the connection
             await Failure(500, "internal error").response()(scope, receive, framed)
         finally:
-            self.metrics.http_live -= working
-            self.metrics.count_http(getattr(scope.get("route"), "path", "none"), scope["method"], status)
+            self.metrics.live -= working
+            handler, length = getattr(scope.get("route"), "path", "none"), asked.get("content-length", "0")
+            self.metrics.count(
+                handler,
+                scope["method"],
+                status,
+                time.monotonic() - began,
+                received=int(length) if length.isdecimal() and length.isascii() else 0,
+                sent=sent,
+            )
 
 
 class BoundBody:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,6 +17,7 @@ MAX_BODY_BYTES = 32 << 20
 class ServerOptions:
     """`served_model_names` None: the LLM's own; `api_keys` empty: open to all; UserError for bad values.
 
+    `histogram_bounds` are those of /metrics that were chosen, by family (`histogram.parse_bounds`).
     `tool_call_parser`: the form in which the model calls tools, "auto": as its chat template shows.
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
     comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. `dev_mode`
@@ -26,6 +27,7 @@ class ServerOptions:
     served_model_names: Sequence[str] | None = None
     api_keys: Sequence[str] = ()
     metrics_compat: Compat = "vllm"
+    histogram_bounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     keep_alive_seconds: float | None = None

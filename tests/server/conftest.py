@@ -16,15 +16,18 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import uvicorn
 
 from qinfer.async_llm import AsyncLLM
 from qinfer.engine.memory import Ledger
-from qinfer.engine.options import EngineStats, StepLimits
+from qinfer.engine.options import EngineStats, StepCounts, StepLimits
+from qinfer.engine.pages import PagePool
 from qinfer.engine.structured import Grammars
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
 from qinfer.outputs import CompletionOutput, Logprob, RequestOutput, RequestStateStats
+from qinfer.quant import W4A16, W8A8Int8
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.app import build_app
 from qinfer.server.options import ServerOptions
@@ -82,7 +85,10 @@ class ScriptedEngine:
         self.num_steps = self.num_resets = 0
         self.fail_at_step: int | None = None
         self.seconds_per_step = 0.0
+        self.kv_cache_dtype = "int8"
+        self.pages = PagePool(LEDGER.pages, LEDGER.block_size)
         self._prompt_tokens = self._generated = 0
+        self._last_step = StepCounts()
 
     def add(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, **more: Any
@@ -108,8 +114,9 @@ class ScriptedEngine:
         )
         return _Sequence(text, self.script(prompt_ids, choice))
 
-    def reset_prefix_cache(self) -> None:
+    def reset_prefix_cache(self) -> bool:
         self.num_resets += 1
+        return True
 
     def has_unfinished(self) -> bool:
         return bool(self.jobs)
@@ -120,18 +127,27 @@ class ScriptedEngine:
 
     def stats(self) -> EngineStats:
         running = sum(len(job.sequences) for job in self.jobs.values())
-        return EngineStats(running, 0, running / 64, 4096, 0, self._prompt_tokens, 0, self._generated, 0, 0)
+        numbers = (running, 0, running / 64, 4096, 0, self._prompt_tokens, 0, self._generated, 0, 0)
+        return EngineStats(*numbers, self._last_step)
 
     def step(self) -> list[RequestOutput]:
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("scripted failure with a secret /path")
         self.num_steps += 1
         time.sleep(self.seconds_per_step)
+        self._last_step = self._count()
         outputs = [self._advance(request_id, job) for request_id, job in list(self.jobs.items())]
         for output in outputs:
             if output.finished:
                 del self.jobs[output.request_id]
         return outputs
+
+    def _count(self) -> StepCounts:
+        new = [job for job in self.jobs.values() if not job.times.scheduled_ts]
+        live = [s for job in self.jobs.values() for s in job.sequences if s.finish_reason is None]
+        num_prefills = sum(len(job.sequences) for job in new)
+        prefill = sum(len(job.prompt_ids) for job in new)
+        return StepCounts(prefill, len(live), num_prefills, len(live) - num_prefills)
 
     def _advance(self, request_id: str, job: _Job) -> RequestOutput:
         now = time.monotonic()
@@ -192,6 +208,7 @@ class FakeLLM:
         self.gate = GateStatus("passed", "gate passed: PASS")
         self.config = SimpleNamespace(name="tiny")
         self.served_model_names = (MODEL,)
+        self.schemes, self.dtype = (W4A16(64, symmetric=True), W8A8Int8()), torch.bfloat16
         self._tokenizer, self._defaults = tokenizer, defaults or SamplingParams()
 
     def get_tokenizer(self) -> Tokenizer:

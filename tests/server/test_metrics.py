@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer.server.metrics import FIRST_TOKEN, PER_TOKEN, Histogram, token_bounds
+from qinfer.server.histogram import FIRST_TOKEN, PER_TOKEN, Histogram, token_bounds
 
 R, M = 3, 5
 COMPLETIONS = "/v1/completions"
