@@ -42,7 +42,7 @@ from qinfer.engine.request import Sequence as TokenSequence
 from qinfer.engine.runner import Launched, Runner, StepRunner
 from qinfer.engine.sampler import Sampled, Spell, draw_of, sample, slice_rows
 from qinfer.engine.scheduler import Scheduler
-from qinfer.engine.scoring import LOGIT_ROWS, score_prompt, text_logits
+from qinfer.engine.scoring import LOGIT_ROWS, score_prompt, text_hidden
 from qinfer.engine.sizing import size_pool
 from qinfer.engine.structured import Grammars
 from qinfer.engine.warmup import make_ready
@@ -213,25 +213,32 @@ class Engine:
         return True
 
     @torch.inference_mode()
-    def prompt_logits(self, token_ids: Sequence[int], *, rows: int | None = None) -> Iterator[Tensor]:
-        """Logits of every position of a text, in order, as slices [<= rows, V] float32.
+    def prompt_hidden(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
+        """Hidden states of every position of a text after the final norm, in order, as chunks [T, H].
 
         They go through the same pages and ops as a request's prompt, in chunks of max_num_batched_tokens,
         without the prefix cache. Raises UserError where the text does not fit, or requests are running.
         """
-        rows = min(rows or self._logit_rows, self._logit_rows)
         ids = admission.check_prompt(token_ids, self.vocab_size)
         capacity = min(self.pages.num_pages * self.limits.block_size, self.limits.max_model_len)
         if len(ids) > capacity:
             raise UserError(f"{len(ids)} tokens are more than the {capacity} that fit", "token_ids")
         if self.has_unfinished() or self._scored_pages:
-            raise UserError("prompt_logits needs an idle engine: wait for the requests that are running")
+            raise UserError("scoring a text needs an idle engine: wait for the requests that are running")
         pages = self._scored_pages = self.pages.allocate(self.pages.pages_for(len(ids)))
         try:
-            yield from text_logits(self.runner, self.limits, pages, ids, rows)
+            yield from text_hidden(self.runner, self.limits, pages, ids)
         finally:
             self.pages.release(pages)
             self._scored_pages = []
+
+    @torch.inference_mode()
+    def prompt_logits(self, token_ids: Sequence[int], *, rows: int | None = None) -> Iterator[Tensor]:
+        """Logits of every position of a text, as slices [<= rows, V] float32, made of `prompt_hidden`."""
+        rows = min(rows or self._logit_rows, self._logit_rows)
+        for hidden in self.prompt_hidden(token_ids):
+            for part in torch.split(hidden, rows):
+                yield self.runner.logits(part)
 
     def stats(self) -> EngineStats:
         """Counters and gauges, at the end of the last step."""

@@ -19,17 +19,15 @@ from qinfer.engine.sampler import Spell, describe
 LOGIT_ROWS = 256  # rows of a full vocabulary that exist at a time on a CPU
 
 
-def text_logits(
-    runner: StepRunner, limits: StepLimits, pages: list[int], ids: Sequence[int], rows: int
+def text_hidden(
+    runner: StepRunner, limits: StepLimits, pages: list[int], ids: Sequence[int]
 ) -> Iterator[Tensor]:
-    """Logits of every position of a text in `pages`, in order, as slices [<= rows, V] float32."""
+    """Hidden states [T, H] after the final norm of a text in `pages`, in order, chunk by chunk."""
     for start in range(0, len(ids), limits.max_num_batched_tokens):
         stop = min(len(ids), start + limits.max_num_batched_tokens)
         held = tuple(pages[: -(-stop // limits.block_size)])
         plan = StepPlan((Chunk(-1, start, stop, held, sample=False),))
-        hidden = runner.run(plan, {-1: ids}, frozenset((-1,))).hidden[-1]
-        for first in range(0, len(hidden), rows):
-            yield runner.logits(hidden[first : first + rows])
+        yield runner.run(plan, {-1: ids}, frozenset((-1,))).hidden[-1]
 
 
 def score_prompt(
