@@ -43,9 +43,9 @@ def check_text(text: str, tokenizer: Tokenizer, max_model_len: int) -> None:
         )
 
 
-def check_fits(num_prompt: int, limits: StepLimits, capacity: int) -> None:
-    """UserError for a prompt that leaves no room for a token, or that the pool of `capacity` never holds."""
-    if num_prompt >= limits.max_model_len:
+def check_fits(num_prompt: int, limits: StepLimits, capacity: int, *, room: int = 1) -> None:
+    """UserError for a prompt that leaves no room for `room` tokens, or that the pool never holds."""
+    if num_prompt + room > limits.max_model_len:
         raise UserError(
             f"the maximum context length is {limits.max_model_len} tokens and the prompt has {num_prompt}: "
             "shorten it so that at least one token can follow",

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from qinfer.engine import admission
 from qinfer.engine.books import Books
+from qinfer.engine.continuation import Continuation, score_continuations
 from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, EngineStats, StepCounts, StepLimits, settle_limits
@@ -129,12 +130,14 @@ class Engine:
         arrival_time: float | None = None,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
+        continuation: Continuation | None = None,
     ) -> None:
         """Takes a request in, to be started by a later `step`.
 
         `arrival_time` is wall-clock seconds, now if None; requests of different `cache_salt` share no pages;
         the smaller `priority`, the sooner, where the scheduling policy is "priority".
-        With `pooling` the output has an `embedding`; its one token means nothing.
+        With `pooling` the output has an `embedding`; its one token means nothing. Nor does it with a
+        `continuation`, whose tokens but for the last are the end of the prompt, and which is scored.
         Raises UserError for what cannot be run: a known id, ids out of range, a prompt that never fits.
         """
         admission.check_priority(priority, self._policy)
@@ -143,7 +146,8 @@ class Engine:
                 f"request id {request_id!r} is in use: wait for it or choose another", "request_id"
             )
         prompt_ids = admission.check_prompt(prompt_token_ids, self.vocab_size)
-        admission.check_fits(len(prompt_ids), self.limits, self.pages.num_pages * self.limits.block_size)
+        capacity = self.pages.num_pages * self.limits.block_size
+        admission.check_fits(len(prompt_ids), self.limits, capacity, room=continuation is None)
         has_tokenizer = self._tokenizer is not None
         admission.check_params(params, self.vocab_size, self._max_logprobs, has_tokenizer=has_tokenizer)
         request = admission.make_request(
@@ -153,6 +157,7 @@ class Engine:
         constraints = [self.grammars.start(structured) if structured else None for _ in range(params.n)]
         request.prompt, request.salt, request.priority = prompt, cache_salt or "", priority
         request.pool = Pool(pooling) if pooling else None
+        request.continuation = continuation
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()
         self._requests[request_id] = request
@@ -172,12 +177,12 @@ class Engine:
         On a GPU those are what the step before changed. Requests that want their output once (FINAL_ONLY)
         appear when they have finished.
         """
+        self._books.last_step = StepCounts()
         plan = self.scheduler.schedule()
         changed = self.scheduler.take_outgrown()
         for seq in changed:
             self._end(seq)
         sequences = self._sequences_of(plan)
-        self._books.last_step = StepCounts()
         before, self._under_way = self._under_way, None
         at_once = not self.runner.overlaps or self._looks_back(sequences)
         if sequences and not at_once:
@@ -254,6 +259,7 @@ class Engine:
             generation_tokens=self._books.generation_tokens,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            last_step=self._books.last_step,
         )
 
     def _sequences_of(self, plan: StepPlan) -> list[TokenSequence]:
@@ -266,7 +272,6 @@ class Engine:
         return sequences
 
     def _looks_back(self, sequences: list[TokenSequence]) -> bool:
-            last_step=self._books.last_step,
         return bool(self._may_look_back) and any(seq.looks_back for seq in sequences)
 
     def _launch(self, plan: StepPlan, sequences: list[TokenSequence]) -> _UnderWay:
@@ -278,19 +283,21 @@ class Engine:
     def _book(self, step: _UnderWay) -> list[TokenSequence]:
         """Waits for a step and books it; returns the sequences that it changed."""
         sampled = [Sampled(max(token, 0), broken=token < 0) for token in step.launched.tokens()]
+        self._books.count(step.plan, step.sequences)
         return self._commit(step.plan, _sampled_of(step.plan, step.sequences), sampled)
 
     def _run(self, plan: StepPlan, sequences: list[TokenSequence]) -> list[TokenSequence]:
         """Runs and books a plan; returns the sequences that it changed."""
         scored = frozenset(seq.seq_id for seq in sequences if seq.scores_prompt)
         out = self.runner.run(plan, {seq.seq_id: seq.token_ids for seq in sequences}, scored)
+        score_continuations(plan, sequences, out, self.runner, self._logit_rows)
         for seq, chunk in zip(sequences, plan.chunks, strict=True):
-            if seq.seq_id in scored:
+            if seq.seq_id in scored and seq.request.continuation is None:
                 hidden = out.hidden[seq.seq_id]
                 score_prompt(seq.request, chunk, hidden, self.runner, self._logit_rows, self._spell)
+        self._books.count(plan, sequences)
         ready = _sampled_of(plan, sequences)
         return self._commit(plan, ready, sample(out.logits, ready, self._spell) if ready else [])
-        self._books.count(step.plan, step.sequences)
 
     def _commit(
         self, plan: StepPlan, ready: list[TokenSequence], sampled: list[Sampled]
@@ -302,7 +309,6 @@ class Engine:
             if seq.finish_reason is None
         }
         tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
-        self._books.count(plan, sequences)
         now = time.monotonic()
         for seq in self.scheduler.commit(plan, tokens):
             stop = self._books.take(seq, results[seq.seq_id], now)

@@ -17,6 +17,7 @@ from qinfer.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOut
 from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from qinfer.engine.continuation import Continuation
     from qinfer.engine.pooling import Pool
     from qinfer.engine.structured import Constraint
 
@@ -52,6 +53,7 @@ class Request:
     prompt_logprobs: PromptLogprobs = field(default_factory=lambda: [None])
     sequences: list[Sequence] = field(default_factory=list)
     pool: Pool | None = None  # where a vector is wanted, and no answer
+    continuation: Continuation | None = None  # where the prompt's own end is to be scored, and no answer
 
     @property
     def finished(self) -> bool:
@@ -68,11 +70,13 @@ class Request:
         limited = self.bad_words or p.logit_bias or p.allowed_token_ids is not None
         limited = limited or p.structured_outputs is not None
         asks = p.logprobs is not None or p.prompt_logprobs is not None
-        return not plain or bool(limited) or asks or self.pool is not None
+        return not plain or bool(limited) or asks or self.pool is not None or self.continuation is not None
 
     @property
     def lacks_prompt_rows(self) -> bool:
-        """Whether prompt positions remain that are to be pooled, or whose log-probabilities are wanted."""
+        """Whether prompt positions remain that are to be pooled or scored."""
+        if self.continuation is not None:
+            return self.continuation.num_missing > 0
         if self.pool is not None:
             return self.pool.num_rows < len(self.prompt_ids)
         wanted = self.params.prompt_logprobs is not None
@@ -147,8 +151,19 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether this sequence has to compute its whole prompt, for prompt_logprobs or pooling."""
+        """Whether rows of its prompt have to be computed, for prompt_logprobs, pooling or scoring."""
         return self.index == 0 and self.request.lacks_prompt_rows
+
+    @property
+    def first_scored(self) -> int:
+        """The first row of the prompt that is to be scored or pooled, where there is one."""
+        continuation = self.request.continuation
+        return 0 if continuation is None else self.num_prompt - len(continuation.token_ids)
+
+    @property
+    def num_cacheable(self) -> int:
+        """Leading tokens that need not be computed where the prefix cache has them; the last one must."""
+        return self.first_scored if self.scores_prompt else len(self.token_ids) - 1
 
     def append(self, token_id: int) -> None:
         """Takes the next token and ends the sequence where the rules say so."""
@@ -180,5 +195,6 @@ class Sequence:
         self.pages = []
         if self.scores_prompt:
             self.request.prompt_logprobs = [None]
-            if self.request.pool is not None:
-                self.request.pool.restart()
+            for collector in (self.request.pool, self.request.continuation):
+                if collector is not None:
+                    collector.restart()

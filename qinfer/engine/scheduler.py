@@ -211,16 +211,17 @@ class Scheduler:
         insort(self.running, seq, key=_rank)
         request = seq.request
         if seq.num_output == 0 and not request.metrics.num_preemptions:
-            self.prefix_queries += 0 if seq.scores_prompt or not self.pages.caching else seq.num_prompt
+            whole = seq.scores_prompt and seq.first_scored == 0
+            self.prefix_queries += 0 if whole or not self.pages.caching else seq.num_prompt
             self.prefix_hits += seq.num_computed
         if seq.index == 0 and request.num_cached is None:
             request.num_cached = seq.num_computed
 
     def _find(self, seq: Sequence) -> list[int]:
-        """Cached pages of the sequence's beginning; its last token is never among them."""
-        if seq.scores_prompt or not self.pages.caching:
+        """Cached pages of the sequence's beginning, without rows that have to be computed."""
+        if not self.pages.caching:
             return []
-        limit = (len(seq.token_ids) - 1) // self.pages.page_size
+        limit = seq.num_cacheable // self.pages.page_size
         return self.pages.find(self._keys(seq, limit)[:limit])
 
     def _keys(self, seq: Sequence, count: int) -> list[bytes]:
