@@ -5,8 +5,7 @@ confidence bound lies within the limit, fails when its lower bound lies beyond i
 the two (more text would decide it). Every measure must pass. Comparisons are written so that NaN is never
 within a limit (`nan <= limit` is False), and measuring nothing, or too little, is never a pass.
 
-Limits depend on how coarse the format is, since nobody chooses 4 bits to get the fidelity of 8, and on the
-size of the model, since small models lose more. They are the one table below.
+The limits themselves are in `thresholds`.
 """
 
 from __future__ import annotations
@@ -14,75 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from statistics import NormalDist
 from typing import Any, Literal, NamedTuple
 
-from qinfer.errors import UserError
+from qinfer.evals.blame import Blame
 from qinfer.evals.statistics import CONFIDENCE, Interval, finite
 
-SchemeClass = Literal["w16", "w8a16", "w8a8", "w4a16"]
-
-
-class Limits(NamedTuple):
-    """What may be lost: KL in nats per token, shares of positions, perplexity as a share of the source's."""
-
-    mean_kl: float
-    p99_kl: float
-    disagreement: float  # positions whose most likely token changed
-    perplexity_excess: float  # ratio - 1
-
-    def scaled(self, factor: float) -> Limits:
-        """All limits times `factor`."""
-        return Limits(*(factor * limit for limit in self))
-
-
-class Profile(NamedTuple):
-    """How much is measured and how strictly it is judged."""
-
-    num_tokens: int
-    scale: float  # of the limits
-
-
-PROFILES: Mapping[str, Profile] = {
-    "strict": Profile(24_576, 0.7),
-    "standard": Profile(16_384, 1.0),
-    "lenient": Profile(8_192, 1.2),  # plain rounding to 4 bits must fail this one too
-}
-
-# ---- The table of limits, per class of scheme, for profile "standard": (up to 1B, from 7B parameters) -----
-# Small end: SmolLM2-135M-Instruct served in bfloat16 against itself in float32, built-in text, 8192 or 16384
-# tokens (mean KL, p99 KL, disagreement, perplexity excess):
-#     bfloat16, nothing quantized   0.0010  0.005  0.025  0.001     must pass
-#     w8a16-int8 rtn                0.0040  0.018  0.036  0.001     must pass
-#     w8a8-int8 smoothquant         0.0088  0.051  0.054  0.010     must pass
-#     w8a8-int8 rtn                 0.030   0.18   0.092  0.024
-#     w8a8-fp8 rtn                  0.028   0.18   0.090  0.028     must pass
-#     w4a16 g64 asym awq            0.110   0.69   0.174  0.114     must pass
-#     w4a16 g32 asym rtn            0.258   1.39   0.251  0.224     must fail
-#     w4a16 g64 asym rtn            0.297   1.39   0.274  0.279     must fail
-# A limit lies a quarter or more above what must pass and below the lower bound of what must fail. Large end:
-# llama.cpp's published KL tables of 7-8B models (q8_0 0.0014, q4_K_M 0.031 with 8 % disagreement), not
-# measured here. Between 1B and 7B each limit is interpolated in the logarithms. "w16" (dense against dense:
-# another dtype, another KV cache) is judged like 8-bit weights. Re-derive here, and only here.
-LIMITS: Mapping[SchemeClass, tuple[Limits, Limits]] = {
-    #         mean KL, p99 KL, disagreement, perplexity excess
-    "w16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045), Limits(0.020, 0.20, 0.050, 0.010)),
-    "w4a16": (Limits(0.200, 1.25, 0.220, 0.200), Limits(0.050, 0.50, 0.090, 0.035)),
-}
-SMALL, LARGE = 1e9, 7e9  # parameters
-# ------------------------------------------------------------------------------------------------------------
-
 MIN_WINDOWS = 8  # fewer clusters carry no interval worth a decision
+POWER = 0.80  # probability with which a measure's verdict is right where `Power` says so
 
-_CLASSES: Mapping[str, SchemeClass] = {
-    "dense": "w16",
-    "w8a16-int8": "w8a16",
-    "w8a8-int8": "w8a8",
-    "w8a8-fp8": "w8a8",
-    "w4a16": "w4a16",
-}
-_COARSENESS: tuple[SchemeClass, ...] = ("w16", "w8a16", "w8a8", "w4a16")
+
+class Power(NamedTuple):
+    """What so much text can tell: true values that PASS, or FAIL, with probability POWER."""
+
+    passes_at: float
+    fails_at: float
 
 
 class Verdict(StrEnum):
@@ -115,8 +60,25 @@ class Measure(NamedTuple):
             return _judge(-value, -high, -low, -self.limit)
         return _judge(value, low, high, self.limit)
 
+    @property
+    def power(self) -> Power | None:
+        """How far from the limit a true value must lie for the verdict to find it with probability POWER.
+
+        A bound lies z(0.95) standard errors from the estimate, and the estimate itself falls short of the
+        truth by z(POWER) of them in one of five samples; errors are read off the interval.
+        """
+        if self.limit is None:
+            return None
+        reach = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        value, low, high = self.interval
+        down, up = reach * (value - low), reach * (high - value)
+        if self.bound == "at least":
+            return Power(self.limit + down, self.limit - up)
+        return Power(self.limit - up, self.limit + down)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a number that is not finite becomes null."""
+        power = self.power
         return {
             "name": self.name,
             "unit": self.unit,
@@ -124,6 +86,7 @@ class Measure(NamedTuple):
             "bound": None if self.limit is None else self.bound,
             "limit": self.limit,
             "verdict": None if self.verdict is None else str(self.verdict),
+            "power": power and {key: finite(number) for key, number in power._asdict().items()},
         }
 
     def to_text(self) -> str:
@@ -136,12 +99,16 @@ class Measure(NamedTuple):
 
 
 class GateResult(NamedTuple):
-    """The verdict, why, and what it rests on; `settings` say how to get the same numbers again."""
+    """The verdict, why, and what it rests on; `settings` say how to get the same numbers again.
+
+    `blame` says which part of a failed candidate did it, where parts could be told apart.
+    """
 
     verdict: Verdict
     reasons: tuple[str, ...]
     measures: tuple[Measure, ...]
     settings: Mapping[str, Any]
+    blame: Blame | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the certificate says, but for the hashes of the files."""
@@ -149,36 +116,17 @@ class GateResult(NamedTuple):
             "verdict": str(self.verdict),
             "reasons": list(self.reasons),
             "confidence": CONFIDENCE,
+            "power": POWER,
             "measures": [measure.to_dict() for measure in self.measures],
             "settings": dict(self.settings),
+            "blame": None if self.blame is None else self.blame.to_dict(),
         }
 
     def to_text(self) -> str:
         """For a terminal: the verdict, its reasons, then what is reported only."""
         reported = [measure.to_text() for measure in self.measures if measure.verdict is None]
-        return "\n".join([str(self.verdict), *(f"  {line}" for line in (*self.reasons, *reported))])
-
-
-def profile_named(name: str) -> Profile:
-    """The profile of that name; raises UserError naming the known ones."""
-    if name not in PROFILES:
-        raise UserError(f"unknown profile {name!r}; known: {', '.join(PROFILES)}", "profile")
-    return PROFILES[name]
-
-
-def scheme_class(scheme_names: Collection[str]) -> SchemeClass:
-    """The class of a model with these schemes in it: that of the coarsest (a model of none is "w16")."""
-    classes = [_CLASSES[name] for name in scheme_names]
-    return max(classes, key=_COARSENESS.index, default="w16")
-
-
-def limits_for(scheme: SchemeClass, num_parameters: int, profile: Profile) -> Limits:
-    """Limits for a source of that many parameters, interpolated in the logarithms between SMALL and LARGE."""
-    small, large = LIMITS[scheme]
-    share = (math.log(max(num_parameters, 1)) - math.log(SMALL)) / (math.log(LARGE) - math.log(SMALL))
-    share = min(max(share, 0.0), 1.0)
-    between = (a ** (1 - share) * b**share for a, b in zip(small, large, strict=True))
-    return Limits(*between).scaled(profile.scale)
+        blame = [] if self.blame is None else [self.blame.line]
+        return "\n".join([str(self.verdict), *(f"  {line}" for line in (*self.reasons, *blame, *reported))])
 
 
 def decide(

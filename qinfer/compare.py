@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 import qinfer
 from qinfer.backend import model_device
+from qinfer.blame import find_blame
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.engine.engine import Engine
@@ -34,14 +35,11 @@ from qinfer.evals import fidelity, text
 from qinfer.evals.certificate import resolve_kv_cache_dtype
 from qinfer.evals.gate import (
     GateResult,
-    Limits,
     Measure,
     Verdict,
     decide,
-    limits_for,
-    profile_named,
-    scheme_class,
 )
+from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
 from qinfer.hub import resolve
 from qinfer.model.decoder import load_decoder
 from qinfer.model.head import check_lm_head_dtype
@@ -170,7 +168,9 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     verdict, reasons = decide(
         measures, num_tokens=num_tokens, num_windows=len(windows), wanted=profile.num_tokens
     )
-    return GateResult(verdict, tuple(reasons), measures, settings)
+    ids = [window.token_ids for window in windows]
+    blame = find_blame(comparison, ids) if verdict is Verdict.FAIL else None
+    return GateResult(verdict, tuple(reasons), measures, settings, blame)
 
 
 def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fidelity.Logits:

@@ -26,7 +26,8 @@ from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.checkpoint.files import read_json
 from qinfer.errors import UserError, check_counts, check_flags
 from qinfer.evals import certificate, perplexity, report, text
-from qinfer.evals.gate import GateResult, profile_named
+from qinfer.evals.gate import GateResult
+from qinfer.evals.thresholds import profile_named
 
 WAITING_NAME = "qinfer_waiting.json"  # beside a checkpoint without a verdict: the call that made it
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from qinfer import jobs
 from qinfer.cli import main
 from qinfer.errors import CheckpointError, GateError, UserError
-from qinfer.evals import certificate, gate
+from qinfer.evals import certificate, thresholds
 from qinfer.model.decoder import Decoder
 from qinfer.testing import tiny_model
 
@@ -28,7 +28,7 @@ from qinfer.testing import tiny_model
 def quick_profile() -> Iterator[None]:
     """A profile with an eighth of the text, so that a judgement takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(gate.PROFILES, "quick", gate.Profile(2048, 1.0))  # type: ignore[arg-type]
+        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 1.0))  # type: ignore[arg-type]
         yield
 
 

@@ -13,7 +13,7 @@ from qinfer.calibrate import pipeline
 from qinfer.checkpoint import writer
 from qinfer.cli import main
 from qinfer.engine.engine import Engine
-from qinfer.evals import gate
+from qinfer.evals import thresholds
 from qinfer.testing import tiny_model
 
 
@@ -24,7 +24,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quick_profile(monkeypatch):
-    monkeypatch.setitem(gate.PROFILES, "quick", gate.Profile(2048, 3.0))
+    monkeypatch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 3.0))
 
 
 @pytest.fixture

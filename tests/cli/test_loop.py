@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qinfer.evals import gate
+from qinfer.evals import thresholds
 from qinfer.testing import tiny_model
 
 
@@ -16,7 +16,7 @@ def source(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def quick_profile(monkeypatch):
     """An eighth of the text, and limits for a random model, whose two best tokens are always close."""
-    monkeypatch.setitem(gate.PROFILES, "quick", gate.Profile(2048, 3.0))
+    monkeypatch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 3.0))
 
 
 def test_quantize_judge_inspect_generate_and_refuse(qinfer, source):

@@ -1,25 +1,15 @@
-"""The verdict: non-inferiority with intervals, limits by scheme, size and profile, and NaN never passes."""
+"""The verdict: non-inferiority with intervals, the power of a measure, and NaN never passes."""
 
 from __future__ import annotations
 
 import math
-from itertools import pairwise
-from typing import get_args
+import random
+from statistics import NormalDist
+from typing import Literal, get_args
 
 import pytest
 
-from qinfer.errors import UserError
-from qinfer.evals.gate import (
-    LIMITS,
-    PROFILES,
-    Measure,
-    SchemeClass,
-    Verdict,
-    decide,
-    limits_for,
-    profile_named,
-    scheme_class,
-)
+from qinfer.evals.gate import Measure, Verdict, decide
 from qinfer.evals.statistics import Interval
 
 NAN = math.nan
@@ -95,40 +85,23 @@ def test_e10_nothing_or_too_little_never_passes() -> None:
     assert decide([BAD], num_tokens=1, num_windows=1, wanted=100)[0] is Verdict.FAIL
 
 
-def test_limits_run_from_small_to_large_in_the_logarithms() -> None:
-    small, large = LIMITS["w4a16"]
-    standard = PROFILES["standard"]
-    assert limits_for("w4a16", 135_000_000, standard) == pytest.approx(small)
-    assert limits_for("w4a16", 10**9, standard) == pytest.approx(small)
-    assert limits_for("w4a16", 70 * 10**9, standard) == pytest.approx(large)
-    middle = limits_for("w4a16", round(math.sqrt(7) * 1e9), standard)
-    assert middle == pytest.approx([math.sqrt(a * b) for a, b in zip(small, large, strict=True)], rel=1e-6)
+def test_power_says_how_far_from_the_limit_a_truth_must_lie() -> None:
+    """By simulation: at `passes_at` four of five samples pass, at `fails_at` four of five fail."""
+    error, z = 0.004, NormalDist().inv_cdf(0.95)
 
+    def measure(value: float, bound: Literal["at most", "at least"]) -> Measure:
+        interval = Interval(value, value - z * error, value + z * error)
+        return Measure("mean KL", "nats/token", interval, 0.05, bound)
 
-def test_profiles_ask_for_more_and_allow_less() -> None:
-    strict, standard, lenient = (profile_named(name) for name in ("strict", "standard", "lenient"))
-    assert strict.num_tokens > standard.num_tokens > lenient.num_tokens
-    assert standard.num_tokens >= 16_384
-    assert strict.scale < standard.scale == 1 < lenient.scale
-    assert limits_for("w8a8", 1, strict) == limits_for("w8a8", 1, standard).scaled(strict.scale)
-    with pytest.raises(UserError, match="unknown profile 'loose'; known: strict, standard, lenient"):
-        profile_named("loose")
-
-
-def test_the_table_of_limits_is_ordered() -> None:
-    """Coarser formats and smaller models may lose more, never less."""
-    classes = get_args(SchemeClass)
-    assert tuple(LIMITS) == classes
-    for small, large in LIMITS.values():
-        assert all(a >= b > 0 for a, b in zip(small, large, strict=True))
-    for finer, coarser in pairwise(classes):
-        for end in (0, 1):
-            assert all(a <= b for a, b in zip(LIMITS[finer][end], LIMITS[coarser][end], strict=True))
-
-
-def test_the_class_is_that_of_the_coarsest_scheme() -> None:
-    assert scheme_class(["dense"]) == "w16"
-    assert scheme_class([]) == "w16"
-    assert scheme_class(["dense", "w8a16-int8"]) == "w8a16"
-    assert scheme_class(["w8a8-fp8", "w8a16-int8"]) == "w8a8"
-    assert scheme_class(["w8a8-int8", "w4a16", "dense"]) == "w4a16"
+    draw = random.Random(0)
+    for bound in get_args(Literal["at most", "at least"]):
+        power = measure(0.05, bound).power
+        assert power is not None
+        for truth, verdict in ((power.passes_at, "PASS"), (power.fails_at, "FAIL")):
+            verdicts = [measure(draw.gauss(truth, error), bound).verdict for _ in range(4000)]
+            assert verdicts.count(Verdict(verdict)) / 4000 == pytest.approx(0.80, abs=0.02)
+    assert Measure("perplexity", "", Interval(1, 0, 2)).power is None
+    assert Measure("KL", "", Interval(NAN, NAN, NAN), 0.1).to_dict()["power"] == {
+        "passes_at": None,
+        "fails_at": None,
+    }

@@ -1,0 +1,113 @@
+"""Finds the part of a failed checkpoint that did the damage, by putting its parts into the source one by one.
+
+The source reads a few windows in its reference dtype. At every layer the candidate's layer is given the very
+same residual stream, in its own dtype, and what it adds is compared. The layers that are furthest off, and
+both ends, are then tried alone: the stream goes on from what they made through the source's own layers. All
+of it runs through the same ops as serving, with plain causal attention instead of pages.
+
+Takes a residual stream in one basis for both models: whoever rotates it has to rotate it back first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qinfer import ops
+from qinfer.backend import model_device
+from qinfer.evals import fidelity
+from qinfer.evals.blame import Blame, Part, suspects_of
+from qinfer.model.causal import CausalAttention
+from qinfer.model.decoder import Decoder, load_decoder
+
+if TYPE_CHECKING:
+    from qinfer.compare import Comparison
+
+WINDOWS, LENGTH = 4, 256  # tokens read: enough for a mean, little enough to do a dozen times
+_ROWS = 128  # of logits at a time
+
+
+def find_blame(comparison: Comparison, windows: Sequence[Sequence[int]]) -> Blame:
+    """Reads the beginnings of the first windows with both models and says which part moved what."""
+    device = model_device()
+    reference, serving = comparison.reference, comparison.serving
+    source = load_decoder(comparison.source.checkpoint, device=device, dtype=reference.dtype)
+    candidate = load_decoder(
+        comparison.candidate.checkpoint,
+        device=device,
+        dtype=serving.dtype,
+        lm_head_dtype=serving.lm_head_dtype,
+    )
+    with torch.inference_mode():
+        return _Trial(source, candidate, windows).run()
+
+
+class _Trial:
+    """Both models and the windows they read."""
+
+    def __init__(self, source: Decoder, candidate: Decoder, windows: Sequence[Sequence[int]]) -> None:
+        length = min(LENGTH, *(len(window) for window in windows[:WINDOWS]))
+        heads = [window[:length] for window in windows[:WINDOWS]]
+        self.source, self.candidate = source, candidate
+        self.ids = torch.tensor(heads, device=source.device).flatten()
+        self.positions = torch.arange(length, device=source.device).repeat(len(heads))
+        self.attend = CausalAttention(len(heads))
+
+    def run(self) -> Blame:
+        """Errors of all parts, then the shares of those that stand out."""
+        source, candidate = self.source, self.candidate
+        start, moved_start = source.embed(self.ids), candidate.embed(self.ids)
+        stream, whole, errors = start, moved_start, []
+        outputs: list[Tensor] = []  # what the candidate's layer makes of the source's stream
+        for i in range(len(source.layers)):
+            outputs.append(self._through(candidate, i, stream))
+            whole = self._through(candidate, i, whole)
+            before, stream = stream, self._through(source, i, stream)
+            errors.append(_distance(outputs[-1].to(stream.dtype) - before, stream - before))
+        alone = {-1: moved_start, **{i: outputs[i] for i in suspects_of(errors)}}
+        del outputs
+        shares = {i: self._kl(stream, source, self._onwards(hidden, i)) for i, hidden in alone.items()}
+        head = self._kl(stream, candidate, stream)
+        head_error = _distance(*(self._logits_of(model, stream[:_ROWS]) for model in (candidate, source)))
+        embedding = Part("embedding", _distance(moved_start.to(start.dtype), start), shares[-1])
+        layers = [Part(f"layer {i}", error, shares.get(i)) for i, error in enumerate(errors)]
+        parts = (embedding, *layers, Part("head", head_error, head))
+        return Blame(parts, self._kl(stream, candidate, whole), len(self.ids))
+
+    def _through(self, model: Decoder, index: int, hidden: Tensor) -> Tensor:
+        rope = model.rope(self.positions)
+        return model.layers[index](hidden.to(model.dtype), rope, self.attend)
+
+    def _onwards(self, hidden: Tensor, index: int) -> Tensor:
+        """The stream after layer `index` (-1: the embedding), through the source's layers behind it."""
+        for i in range(index + 1, len(self.source.layers)):
+            hidden = self._through(self.source, i, hidden)
+        return hidden
+
+    def _kl(self, stream: Tensor, model: Decoder, hidden: Tensor) -> float:
+        """Mean KL from the source at the end of its own stream to `model`'s end at the end of `hidden`."""
+        ours = self._logits(self.source, stream)
+        theirs = self._logits(model, hidden)
+        scored = fidelity.compare(lambda _: ours, lambda _: theirs, [self.ids.tolist()])
+        return float(next(scored).kl.double().mean())
+
+    def _logits(self, model: Decoder, hidden: Tensor) -> Iterator[Tensor]:
+        for rows in torch.split(hidden, _ROWS):
+            yield self._logits_of(model, rows)
+
+    @staticmethod
+    def _logits_of(model: Decoder, hidden: Tensor) -> Tensor:
+        config = model.config
+        normed = ops.rms_norm(
+            hidden.to(model.dtype), model.norm, config.rms_norm_eps, offset=config.norm_offset
+        )
+        return model.logits(normed)
+
+
+def _distance(tensor: Tensor, reference: Tensor) -> float:
+    """||tensor - reference|| / ||reference||."""
+    reference = reference.double()
+    return float(torch.linalg.vector_norm(tensor.double() - reference) / torch.linalg.vector_norm(reference))
