@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qinfer.evals.fidelity import Logits, compare, measures, noise_floor
-from qinfer.evals.gate import LIMITS, Verdict, decide
+from qinfer.evals.gate import Verdict, decide
+from qinfer.evals.thresholds import LIMITS
 
 VOCAB = 97
 
@@ -46,6 +47,28 @@ def test_scores_equal_float64() -> None:
             torch.testing.assert_close(
                 nll.double(), -log_probs[:-1].gather(1, targets)[:, 0], atol=1e-5, rtol=1e-5
             )
+
+
+def test_the_position_that_moved_most_keeps_what_both_models_would_say() -> None:
+    ours, theirs = table(1), table(2, 0.3)
+    (window,) = windows(1)
+    (scores,) = compare(model(ours, 7), model(theirs, 64), [window])
+    last = window[int(scores.kl.argmax())]
+    for row, logits in enumerate((ours[last], theirs[last])):
+        wanted = logits.softmax(-1).topk(5)
+        assert scores.top_ids[row].tolist() == wanted.indices.tolist()
+        torch.testing.assert_close(scores.top_probabilities[row], wanted.values)
+
+
+def test_rms_change_of_the_true_token_and_nll_difference_against_their_definitions() -> None:
+    scores = list(compare(model(table(1)), model(table(2, 0.3)), windows()))
+    found = {measure.name: measure.interval.value for measure in measures(scores, LIMITS["w16"][0])}
+    before = torch.cat([window.reference_nll for window in scores]).double()
+    after = torch.cat([window.nll for window in scores]).double()
+    moved = ((-after).exp() - (-before).exp()).square().mean().sqrt()
+    assert found["RMS change of the true token's probability"] == pytest.approx(float(moved), rel=1e-6)
+    assert found["NLL difference"] == pytest.approx(float((after - before).mean()), abs=1e-9)
+    assert math.exp(found["NLL difference"]) == pytest.approx(found["perplexity ratio"], rel=1e-12)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 256), (7, 32), (33, 31), (64, 70)])
