@@ -49,3 +49,15 @@ class GateError(QinferError):
 
 class EngineDeadError(QinferError):
     """The engine's loop has ended with an error; nothing more will be answered."""
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine was shut down on purpose; another server may answer."""
+
+
+class OverloadedError(QinferError):
+    """The engine has too much to do; the same request may be let in later. `reason` says what is full."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason

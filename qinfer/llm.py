@@ -35,10 +35,10 @@ from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError, check_flags
 from qinfer.evals.certificate import GateStatus
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
-from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams, EmbeddingRequestOutput
+from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams
 from qinfer.model.decoder import load_decoder
 from qinfer.model.head import check_lm_head_dtype
-from qinfer.outputs import RequestOutput
+from qinfer.outputs import EmbeddingRequestOutput, RequestOutput
 from qinfer.progress import Progress, ProgressBar
 from qinfer.quant import Dense, Scheme
 from qinfer.sampling_params import RequestOutputKind, SamplingParams

@@ -10,7 +10,7 @@ from qinfer.beam_search import Beam, BeamSearch
 from qinfer.detokenizer import Detokenizer
 from qinfer.engine.pooling import pooling_of
 from qinfer.errors import UserError
-from qinfer.outputs import SampleLogprobs
+from qinfer.outputs import EmbeddingOutput, EmbeddingRequestOutput, SampleLogprobs
 from qinfer.param_checks import check_real, check_whole
 from qinfer.progress import Progress
 from qinfer.sampling_params import MAX_COUNT, SamplingParams
@@ -19,23 +19,6 @@ if TYPE_CHECKING:
     from qinfer.llm import LLM
 
 MAX_BEAMS = 64
-
-
-@dataclass
-class EmbeddingOutput:
-    """A vector of length 1."""
-
-    embedding: list[float]
-
-
-@dataclass
-class EmbeddingRequestOutput:
-    """A text's tokens and vector."""
-
-    request_id: str
-    outputs: EmbeddingOutput
-    prompt_token_ids: list[int]
-    finished: bool = True
 
 
 @dataclass

@@ -16,6 +16,7 @@ from qinfer.outputs import CompletionOutput, RequestOutput
 from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from qinfer.engine.engine import Engine
     from qinfer.engine.pooling import Pooling
 
 
@@ -58,6 +59,19 @@ class LiveRequest:
     arrival: float = field(default_factory=time.monotonic)
     arrival_time: float = field(default_factory=time.time)
     latest: RequestOutput | None = None
+
+    def enter(self, engine: Engine) -> None:
+        """Becomes one of the engine's; raises as `Engine.add`."""
+        engine.add(
+            self.request_id,
+            self.token_ids,
+            self.params,
+            prompt=self.prompt,
+            priority=self.priority,
+            arrival_time=self.arrival_time,
+            cache_salt=self.cache_salt,
+            pooling=self.pooling,
+        )
 
     def aborted(self) -> RequestOutput:
         """What a reader gets in place of the rest."""

@@ -100,3 +100,20 @@ class RequestOutput:
         self.num_cached_tokens = num_cached_tokens
         self.embedding = embedding
         self.kv_transfer_params = None
+
+
+@dataclass
+class EmbeddingOutput:
+    """A vector of length 1."""
+
+    embedding: list[float]
+
+
+@dataclass
+class EmbeddingRequestOutput:
+    """A text's tokens and vector."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True

@@ -58,12 +58,18 @@ class Answer(ABC):
 
     async def respond(self) -> Response:
         """The HTTP answer; a stream begins with the engine's first output, so earlier faults are HTTP's."""
+        self.require_room()
         if self.request.stream:
             events = self.ended(await after_first(self.events()))
             return EventStream(events, keep_alive=self.state.options.keep_alive_seconds)
         async for _ in self.outputs():
             pass
         return Response(self.text(), media_type="application/json")
+
+    def require_room(self) -> None:
+        """Raises OverloadedError where the engine has too much to do for all of this."""
+        num_sequences = sum(work.params.n for work in self.work)
+        self.state.engine.require_room(num_sequences, sum(len(work.token_ids) for work in self.work))
 
     def ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """The events with what ends a stream, well or not."""

@@ -8,8 +8,6 @@ errors, and the API key.
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -19,7 +17,7 @@ from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import chat, completions, embeddings, errors, responses, tokens
+from qinfer.server import chat, completions, embeddings, errors, tokens
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
@@ -28,15 +26,13 @@ from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import CompletionRequest
-from qinfer.server.response_store import ResponseStore
-from qinfer.server.responses_protocol import ResponsesRequest
+from qinfer.server.response_routes import STREAMED, response_routes
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
 from qinfer.server.tokens import DetokenizeRequest, TokenizeRequest
 from qinfer.server.wire import Body, Chat, Completion, ModelCard, ModelList
 
 GATE_HEADER = "x-qinfer-gate"
-STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 def build_app(
@@ -51,7 +47,7 @@ def build_app(
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
     app.include_router(_openai_routes(state), responses=errors.DOCUMENTED)
-    app.include_router(_response_routes(state), responses=errors.DOCUMENTED)
+    app.include_router(response_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_token_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_operator_routes(state, http), responses=errors.DOCUMENTED)
     app.include_router(_metrics_route(make_registry(state, metrics, http)))
@@ -104,31 +100,6 @@ def _openai_routes(state: ServerState) -> APIRouter:
     async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
         answer = embeddings.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
-
-    return router
-
-
-def _response_routes(state: ServerState) -> APIRouter:
-    router = APIRouter(prefix="/v1/responses")
-    store = ResponseStore()
-
-    @router.post("", responses=STREAMED)
-    async def create(body: ResponsesRequest, request: Request) -> Response:
-        return await while_connected(request, responses.answer(state, store, body))
-
-    @router.get("/{response_id}")
-    async def retrieve(response_id: str) -> Response:
-        return JSONResponse(store.get(response_id).body)
-
-    @router.delete("/{response_id}")
-    async def delete(response_id: str) -> Response:
-        store.delete(response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
-
-    @router.post("/{response_id}/cancel")
-    async def cancel(response_id: str) -> Response:
-        store.get(response_id)
-        return errors.Failure(400, "only a response in the background can be cancelled").response()
 
     return router
 

@@ -18,8 +18,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from qinfer.async_llm import EngineStoppedError
-from qinfer.errors import EngineDeadError, UserError
+from qinfer.errors import EngineDeadError, EngineStoppedError, OverloadedError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +90,8 @@ def failure_of(error: Exception) -> Failure:
             return Failure(error.status, error.message, error.param)
         case UserError():
             return Failure(400, str(error), error.parameter)
+        case OverloadedError():
+            return Failure(503, str(error))
         case EngineStoppedError():
             return Failure(503, "the server is shutting down")
         case EngineDeadError():
@@ -102,7 +103,7 @@ def failure_of(error: Exception) -> Failure:
 
 def register(app: FastAPI) -> None:
     """Makes every error that escapes a route one of the documents above."""
-    for kind in (ApiError, UserError, EngineDeadError, NotImplementedError):
+    for kind in (ApiError, UserError, OverloadedError, EngineDeadError, NotImplementedError):
         app.add_exception_handler(kind, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(
@@ -143,11 +144,14 @@ def invalid(faults: Sequence[Mapping[str, Any]], body: Any) -> Failure:
     """400 for pydantic's `faults`: one clause per field, the first field as `param`."""
     clauses: dict[str, str] = {}
     for fault in faults[:MAX_FAULTS]:
-        path = _path(fault["loc"][1:], body, is_missing=fault["type"] == "missing")
+        where, *location = fault["loc"]
+        path = _path(location, body, is_missing=fault["type"] == "missing")
+        if where != "body":  # the query's or the path's
+            path = ".".join(map(str, location))
         message = str(fault.get("ctx", {}).get("error") or fault["msg"])[:MAX_QUOTED]
         if fault["type"] == "json_invalid":
             return Failure(400, f"the body is not valid JSON: {message} at character {fault['loc'][-1]}")
-        if not path and not isinstance(body, Mapping):
+        if where == "body" and not path and not isinstance(body, Mapping):
             return Failure(400, "the body must be a JSON object with content-type application/json")
         clauses.setdefault(path, f"{path}: {message}" if path else message)
     return Failure(400, "; ".join(clauses.values()), next(iter(clauses)) or None)

@@ -136,13 +136,13 @@ class ResponsesRequest(BaseModel):
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
     def refuse_absent(self) -> None:
-        """Raises NotImplementedError for a feature that is asked for and that qinfer does not have."""
+        """NotImplementedError for a feature that qinfer lacks, ApiError for what contradicts itself."""
         extra = self.model_extra or {}
         for name in ("conversation", "prompt"):
             if extra.get(name) is not None:
                 raise NotImplementedError(f"qinfer does not have stored prompts and conversations ({name})")
-        if self.background:
-            raise NotImplementedError("qinfer does not have responses in the background (background)")
+        if self.background and self.store is False:
+            raise ApiError(400, "a response in the background must be kept: leave out store=false", "store")
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.text.format if self.text else None

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from qinfer import AsyncEngineArgs
-from qinfer.async_llm import AsyncLLM, EngineStoppedError
+from qinfer.async_llm import AsyncLLM
 from qinfer.engine.options import EngineStats
+from qinfer.errors import EngineStoppedError
 from qinfer.sampling_params import SamplingParams
 from qinfer.stat_log import INTERVAL, StatLog
 
