@@ -1,13 +1,19 @@
 """Narrower ranges for groups of weights: clip the few largest so that the rest are rounded more finely.
 
-What counts is not the weights' own error but that of the output, sum over tokens of (x_g . (w_g - Q(w_g)))^2
-for each row and group. With the group's second moments M = sum x_g x_g^T that is d^T M d, exact over every
-token seen and independent of their number. AWQ tries ten widths from 1 down to 0.55 of the full range, both
-ends together; for a grid with a zero point each end then tries its own. The full range is always among the
-candidates, so no group ends up worse than without the search.
+What a range is judged by (the names of `--ranges`):
 
-Moving groups one by one ignores that errors of different groups meet in one output; that is AWQ's choice
-too. Projections of q and k are left alone: their product passes through a softmax, which clipping distorts.
+    absmax    nothing: the full range is taken
+    mse       the weights' own error, sum |w - Q(w)|^2.4 as GPTQ's and llm-compressor's observers have it
+    imatrix   the same squared, each column weighted by its inputs' mean square, as llama.cpp's imatrix does
+    output    the error of the output, sum over tokens of (x_g . (w_g - Q(w_g)))^2 for each row and group:
+              with the group's second moments M = sum x_g x_g^T that is d^T M d, exact over every token seen
+
+AWQ clips by `output`: ten widths from 1 down to 0.55 of the full range, both ends together; for a grid with a
+zero point each end then tries its own. The full range is always among the candidates, so no group ends up
+worse than without the search. Moving groups one by one ignores that errors of different groups meet in one
+output; that is AWQ's choice too.
+
+Rows are searched a few at a time, so that all that a candidate needs stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -17,10 +23,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from qinfer.calibrate.grid import Grid
+
+RANGES = ("absmax", "mse", "imatrix", "output")
 Ranges = tuple[Tensor, Tensor]  # (low, high), each [N, groups]
-FakeQuantize = Callable[[Tensor, Ranges], Tensor]  # weight [N, K], ranges -> what would be read back [N, K]
+GridOf = Callable[[Ranges], Grid]
+ErrorOf = Callable[[Tensor], Tensor]  # weight errors [groups, n, g] -> what they cost, [groups, n]
 
 WIDTHS = tuple(1 - i / 20 for i in range(10))
+_NORM = 2.4
+_CHUNK = 1 << 17  # weights that a processor searches at a time
 
 
 def full_ranges(weight: Tensor, group_size: int, *, symmetric: bool) -> Ranges:
@@ -42,50 +54,71 @@ def second_moments(inputs: list[Tensor], group_size: int) -> Tensor:
     return moments.to(inputs[0].device)
 
 
+def weight_error(delta: Tensor) -> Tensor:
+    """What `mse` judges by."""
+    return delta.abs().pow_(_NORM).sum(-1)
+
+
+def input_weighted_error(mean_squares: Tensor) -> ErrorOf:
+    """What `imatrix` judges by, for mean squares [groups, g] of the inputs."""
+    return lambda delta: delta.square().mul_(mean_squares.unsqueeze(1)).sum(-1)
+
+
+def output_error(moments: Tensor) -> ErrorOf:
+    """What `output` judges by, for second moments [groups, g, g] of the inputs."""
+    return lambda delta: ((delta @ moments) * delta).sum(-1)
+
+
 def search_ranges(
-    weight: Tensor, moments: Tensor, fake_quantize: FakeQuantize, *, symmetric: bool
+    weight: Tensor, group_size: int, grid_of: GridOf, error_of: ErrorOf, *, symmetric: bool
 ) -> tuple[Ranges, float]:
-    """The ranges with the least output error, and that error as a share of the full ranges' (at most 1).
+    """The ranges with the least error, and that error as a share of the full ranges' (at most 1).
 
-    `weight` is [N, K], `moments` [groups, g, g] of its inputs.
+    `weight` is [N, K] float32; `grid_of` makes the grid of ranges of any shape.
     """
-    full = full_ranges(weight, moments.shape[-1], symmetric=symmetric)
-    best, best_error = full, _group_errors(weight, full, moments, fake_quantize)
-    initial = float(best_error.sum())
-    for width in WIDTHS[1:]:
-        best, best_error = _better(
-            weight, best, best_error, (full[0] * width, full[1] * width), moments, fake_quantize
-        )
-    if not symmetric:
-        joint = best
+    rows = len(weight) if weight.is_cuda else max(1, _CHUNK // weight.shape[1])
+    lows, highs = [], []
+    before = after = 0.0
+    for part in weight.split(rows):
+        groups = part.view(len(part), -1, group_size).transpose(0, 1).contiguous()
+        search = _Search(groups, grid_of, error_of, symmetric=symmetric)
+        before += float(search.error.sum())
+        search.run()
+        after += float(search.error.sum())
+        lows.append(search.low.T)
+        highs.append(search.high.T)
+    return (torch.cat(lows), torch.cat(highs)), after / before if before > 0 else 1.0
+
+
+class _Search:
+    """The best ranges so far, `low` and `high` [groups, n], of weights [groups, n, g], and their `error`."""
+
+    def __init__(self, weight: Tensor, grid_of: GridOf, error_of: ErrorOf, *, symmetric: bool) -> None:
+        self.weight, self.grid_of, self.error_of, self.symmetric = weight, grid_of, error_of, symmetric
+        low, high = full_ranges(weight.flatten(0, 1), weight.shape[-1], symmetric=symmetric)
+        self.full = self.low, self.high = low.view(weight.shape[:2]), high.view(weight.shape[:2])
+        self.error = self._error_of(self.full)
+
+    def run(self) -> None:
+        """Both ends together, then, where the grid has a zero point, one after the other."""
+        low, high = self.full
+        for width in WIDTHS[1:]:
+            self._try(low * width, high * width)
+        if self.symmetric:
+            return
+        joint = self.high
         for width in WIDTHS:
-            best, best_error = _better(
-                weight, best, best_error, (full[0] * width, joint[1]), moments, fake_quantize
-            )
-        low = best[0]
+            self._try(low * width, joint)
+        best = self.low
         for width in WIDTHS:
-            best, best_error = _better(
-                weight, best, best_error, (low, full[1] * width), moments, fake_quantize
-            )
-    return best, float(best_error.sum()) / initial if initial > 0 else 1.0
+            self._try(best, high * width)
 
+    def _try(self, low: Tensor, high: Tensor) -> None:
+        error = self._error_of((low, high))
+        wins = error < self.error
+        self.low, self.high = torch.where(wins, low, self.low), torch.where(wins, high, self.high)
+        self.error = torch.where(wins, error, self.error)
 
-def _better(
-    weight: Tensor,
-    best: Ranges,
-    best_error: Tensor,
-    trial: Ranges,
-    moments: Tensor,
-    fake_quantize: FakeQuantize,
-) -> tuple[Ranges, Tensor]:
-    error = _group_errors(weight, trial, moments, fake_quantize)
-    wins = error < best_error
-    low, high = (torch.where(wins, new, old) for new, old in zip(trial, best, strict=True))
-    return (low, high), torch.where(wins, error, best_error)
-
-
-def _group_errors(weight: Tensor, ranges: Ranges, moments: Tensor, fake_quantize: FakeQuantize) -> Tensor:
-    """d^T M d of every row and group: [N, groups]."""
-    groups, size, _ = moments.shape
-    delta = (fake_quantize(weight, ranges) - weight).view(-1, groups, size).transpose(0, 1)
-    return ((delta @ moments) * delta).sum(-1).T
+    def _error_of(self, ranges: Ranges) -> Tensor:
+        grid = self.grid_of(ranges).map(lambda x: x.unsqueeze(-1))
+        return self.error_of(grid.nearest(self.weight).sub_(self.weight))

@@ -1,8 +1,7 @@
-"""What a quantized weight will be when it is read back, without packing it into the file's words.
+"""A linear as its quantized form computes it, for searches that look at dozens of versions of each weight.
 
-A search looks at dozens of versions of each weight; packing and unpacking would be most of its time. The
-values are those of `scheme.dequantize(scheme.quantize(...))`, bit for bit. Only the check for NaN is left
-out: weights are checked when they are loaded, and a search passes over a loss that is not finite.
+Where only weights are quantized that is a dense linear with the values that would be read back (grid.py);
+where inputs are quantized too, it is the scheme's own.
 """
 
 from __future__ import annotations
@@ -12,33 +11,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from qinfer.calibrate.grid import Grid
 from qinfer.model.linear import FileTensors
 from qinfer.quant import W4A16, ActivationFormat, Dense, Ranges, Scheme, W8A16Int8
-from qinfer.quant.rounding import absmax_ranges, asymmetric_scale, symmetric_scale
+from qinfer.quant.rounding import absmax_ranges
 
 
 def as_read_back(
     scheme: Scheme, weight: Tensor, ranges: Ranges | None = None, *, dtype: torch.dtype
 ) -> Tensor:
     """The float32 weight [N, K] that the scheme's file tensors mean; `dtype` is that of stored scales."""
-    if isinstance(scheme, W4A16):
-        bits, groups, symmetric = 4, weight.shape[1] // scheme.group_size, scheme.symmetric
-    elif isinstance(scheme, W8A16Int8):
-        bits, groups, symmetric = 8, 1, True
-    else:
+    if not isinstance(scheme, W4A16 | W8A16Int8):
         return scheme.dequantize(scheme.quantize(weight, ranges, dtype=dtype))
+    groups = weight.shape[1] // scheme.group_size if isinstance(scheme, W4A16) else 1
     weight = weight.float()
-    ranges = ranges or absmax_ranges(weight, groups)
-    lowest = -(2 ** (bits - 1))
-    if symmetric:
-        scale, zero = symmetric_scale(ranges, (2**bits - 1) / 2, dtype), None
-    else:
-        scale, zero_point = asymmetric_scale(ranges, bits, dtype)
-        zero = zero_point.float().unsqueeze(-1)
-    step = scale.float().unsqueeze(-1)
-    codes: Tensor = weight.view(weight.shape[0], groups, -1) / step
-    codes = (codes if zero is None else codes.add_(zero)).round_().clamp_(lowest, -lowest - 1)
-    return (codes if zero is None else codes.sub_(zero)).mul_(step).flatten(-2)
+    grid = Grid.of(scheme, ranges or absmax_ranges(weight, groups), dtype)
+    parts = weight.view(len(weight), groups, -1)
+    return grid.map(lambda x: x.unsqueeze(-1)).nearest(parts).flatten(-2)
 
 
 def judged(

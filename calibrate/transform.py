@@ -20,10 +20,11 @@ from torch import Tensor
 from qinfer import ops
 from qinfer.calibrate import awq, smoothquant
 from qinfer.calibrate.block import Batch
+from qinfer.calibrate.grid import Grid
 from qinfer.calibrate.mappings import Block, ScaleMapping, apply_scale, scale_mappings
 from qinfer.calibrate.observe import GroupStats, LayerTap
-from qinfer.calibrate.ranges import Ranges, search_ranges, second_moments
-from qinfer.calibrate.roundtrip import as_read_back, judged
+from qinfer.calibrate.ranges import Ranges, output_error, search_ranges, second_moments
+from qinfer.calibrate.roundtrip import judged
 from qinfer.calibrate.search import Choice, search_scale
 from qinfer.config import ModelConfig
 from qinfer.model.decoder import Layer
@@ -106,8 +107,9 @@ def clip(bench: Workbench, block: Block) -> dict[str, tuple[Ranges, float]]:
             if module not in NEVER_CLIPPED:
                 found[module] = search_ranges(
                     block[f"{module}.weight"],
-                    moments,
-                    lambda weight, ranges: as_read_back(scheme, weight, ranges, dtype=bench.storage),
+                    scheme.group_size,
+                    lambda ranges: Grid.of(scheme, ranges, bench.storage),
+                    output_error(moments),
                     symmetric=scheme.symmetric,
                 )
     return found

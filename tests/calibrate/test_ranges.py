@@ -1,8 +1,18 @@
 """Range search: the second-moment error is the real one, and no group gets worse."""
 
+import pytest
 import torch
 
-from qinfer.calibrate.ranges import full_ranges, search_ranges, second_moments
+from qinfer.calibrate.grid import Grid
+from qinfer.calibrate.ranges import (
+    full_ranges,
+    input_weighted_error,
+    output_error,
+    search_ranges,
+    second_moments,
+    weight_error,
+)
+from qinfer.quant import W4A16
 from qinfer.testing import error_ratio
 
 GROUP = 32
@@ -25,6 +35,14 @@ def _case(seed=0, rows=48, width=96, tokens=400):
     return weight, x
 
 
+def _search(weight, x, *, symmetric, error_of=None):
+    scheme = W4A16(GROUP, symmetric)
+    error_of = error_of or output_error(second_moments([x], GROUP))
+    return search_ranges(
+        weight, GROUP, lambda r: Grid.of(scheme, r, torch.float32), error_of, symmetric=symmetric
+    )
+
+
 def test_full_ranges_include_zero():
     weight = torch.tensor([[1.0, 2.0, -3.0, -1.0]])
     low, high = full_ranges(weight, 2, symmetric=False)
@@ -42,7 +60,7 @@ def test_second_moments_sum_over_batches_of_any_length():
 
 def test_reported_share_is_the_error_of_the_outputs_group_by_group():
     weight, x = _case()
-    ranges, share = search_ranges(weight, second_moments([x], GROUP), _affine, symmetric=False)
+    ranges, share = _search(weight, x, symmetric=False)
 
     def error(r):
         delta = (_affine(weight, r) - weight).view(48, -1, GROUP)
@@ -57,13 +75,40 @@ def test_reported_share_is_the_error_of_the_outputs_group_by_group():
 def test_search_with_dead_inputs_keeps_the_full_range():
     weight, x = _case()
     full = full_ranges(weight, GROUP, symmetric=False)
-    ranges, share = search_ranges(weight, second_moments([x * 0], GROUP), _affine, symmetric=False)
+    ranges, share = _search(weight, x * 0, symmetric=False)
     assert share == 1.0
     assert all(torch.equal(a, b) for a, b in zip(ranges, full, strict=True))
 
 
 def test_symmetric_search_returns_symmetric_ranges():
     weight, x = _case()
-    (low, high), share = search_ranges(weight, second_moments([x], GROUP), _affine, symmetric=True)
+    (low, high), share = _search(weight, x, symmetric=True)
     assert torch.equal(low, -high)
     assert share <= 1.0
+
+
+def test_rows_are_searched_alike_however_many_there_are():
+    """1500 rows are more than one portion."""
+    weight, x = _case(rows=1500)
+    whole, _ = _search(weight, x, symmetric=False)
+    alone, _ = _search(weight[1490:], x, symmetric=False)
+    assert all(torch.equal(a[1490:], b) for a, b in zip(whole, alone, strict=True))
+
+
+def test_mse_and_imatrix_lower_the_error_that_they_judge_by():
+    weight, x = _case()
+    full = full_ranges(weight, GROUP, symmetric=False)
+    squares = x.square().mean(0)
+
+    def errors(ranges):
+        delta = (_affine(weight, ranges) - weight).double()
+        return delta.abs().pow(2.4).sum().item(), (delta.square() * squares).sum().item()
+
+    by_weight, share = _search(weight, x, symmetric=False, error_of=weight_error)
+    assert errors(by_weight)[0] == pytest.approx(share * errors(full)[0], rel=1e-3)
+    assert share < 0.98
+    by_input, share = _search(
+        weight, x, symmetric=False, error_of=input_weighted_error(squares.view(-1, GROUP))
+    )
+    assert errors(by_input)[1] == pytest.approx(share * errors(full)[1], rel=1e-3)
+    assert errors(by_input)[1] < errors(by_weight)[1]
