@@ -46,6 +46,7 @@ from qinfer.cli.server_options import (
     ServedModelNameOption,
     ToolCallParserOption,
     TrustTemplateOption,
+    WebPageOption,
 )
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def serve(
     tool_call_parser: ToolCallParserOption = "auto",
     metrics_compat: MetricsCompatOption = "vllm",
     custom_histogram_buckets: HistogramBucketsOption = None,
+    webui: WebPageOption = True,
     tokenizer: TokenizerOption = None,
     load_format: LoadFormatOption = "auto",
     scheme: SchemeOption = None,
@@ -155,5 +157,6 @@ def serve(
             tool_call_parser=tool_call_parser,
             metrics_compat=metrics_compat,
             histogram_bounds=parse_bounds(custom_histogram_buckets) if custom_histogram_buckets else {},
+            web_page=webui,
         )
         run.serve(load, options, host=host, port=port, on_ready=ready)

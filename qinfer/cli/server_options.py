@@ -43,3 +43,4 @@ HistogramBucketsOption = Annotated[
         help='Bounds of histograms in /metrics by family, as JSON: {"time_to_first_token": [0.2, 0.5, 1]}.',
     ),
 ]
+WebPageOption = Annotated[bool, typer.Option("--webui/--no-webui", help="A page to chat and watch, at /.")]

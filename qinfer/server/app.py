@@ -22,9 +22,11 @@ from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
 from qinfer.server.http_metrics import HttpMetrics
+from qinfer.server.live import live_routes
 from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
+from qinfer.server.page import page_routes
 from qinfer.server.protocol import CompletionRequest
 from qinfer.server.response_routes import STREAMED, response_routes
 from qinfer.server.state import ServerState
@@ -58,6 +60,9 @@ def build_app(
 
 
 def _add_layers(app: FastAPI, state: ServerState, http: HttpMetrics) -> None:
+    app.include_router(live_routes(state, metrics), responses=errors.DOCUMENTED)
+    if options.web_page:
+        app.include_router(page_routes())
     """What stands around the routes; each goes around those before it."""
     options = state.options
     if options.api_keys:

@@ -17,7 +17,8 @@ MAX_BODY_BYTES = 32 << 20
 class ServerOptions:
     """`served_model_names` None: the LLM's own; `api_keys` empty: open to all; UserError for bad values.
 
-    `histogram_bounds` are those of /metrics that were chosen, by family (`histogram.parse_bounds`).
+    `histogram_bounds` are those of /metrics that were chosen, by family (`histogram.parse_bounds`);
+    `web_page`: whether there is one at `/`.
     `tool_call_parser`: the form in which the model calls tools, "auto": as its chat template shows.
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
     comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. `dev_mode`
@@ -31,6 +32,7 @@ class ServerOptions:
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     keep_alive_seconds: float | None = None
+    web_page: bool = True
     force_usage: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
