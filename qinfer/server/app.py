@@ -53,16 +53,16 @@ def build_app(
     app.include_router(_token_routes(state), responses=errors.DOCUMENTED)
     app.include_router(_operator_routes(state, http), responses=errors.DOCUMENTED)
     app.include_router(_metrics_route(make_registry(state, metrics, http)))
+    app.include_router(live_routes(state, metrics), responses=errors.DOCUMENTED)
+    if options.web_page:
+        app.include_router(page_routes())
     if options.dev_mode:
         app.include_router(_dev_routes(state), responses=errors.DOCUMENTED)
     _add_layers(app, state, http)
     return app
 
 
-def _add_layers(app: FastAPI, state: ServerState, http: HttpMetrics) -> None:
-    app.include_router(live_routes(state, metrics), responses=errors.DOCUMENTED)
-    if options.web_page:
-        app.include_router(page_routes())
+def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics, http: HttpMetrics) -> None:
     """What stands around the routes; each goes around those before it."""
     options = state.options
     if options.api_keys:

@@ -29,10 +29,10 @@ class ServerOptions:
     api_keys: Sequence[str] = ()
     metrics_compat: Compat = "vllm"
     histogram_bounds: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    web_page: bool = True
     allowed_origins: Sequence[str] = ()
     max_body_bytes: int = MAX_BODY_BYTES
     keep_alive_seconds: float | None = None
-    web_page: bool = True
     force_usage: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
