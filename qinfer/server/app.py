@@ -58,7 +58,7 @@ def build_app(
         app.include_router(page_routes())
     if options.dev_mode:
         app.include_router(_dev_routes(state), responses=errors.DOCUMENTED)
-    _add_layers(app, state, http)
+    _add_layers(app, state, metrics, http)
     return app
 
 
