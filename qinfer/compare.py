@@ -6,92 +6,36 @@ the source to what is served, rounding of the serving dtype included, and it is 
 limits are for: nothing is subtracted. How much of it the dtype alone makes is measured on the first windows,
 with the source itself served alike, and reported beside it as the noise floor.
 
-Both models are in memory at once and their logits meet slice by slice; nothing is stored but a few numbers
-per token.
+The source reads first, or has read the text in an earlier run; then the candidate reads, and the logits of
+both meet slice by slice. What is kept is the source's hidden states and a few numbers per token.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 import qinfer
-from qinfer.backend import model_device
+from qinfer import env
 from qinfer.blame import find_blame
-from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from qinfer.checkpoint.names import all_modules
-from qinfer.engine.engine import Engine
-from qinfer.engine.kv_pool import scales_in
-from qinfer.engine.options import EngineOptions
 from qinfer.errors import UserError
 from qinfer.evals import fidelity, text
-from qinfer.evals.certificate import resolve_kv_cache_dtype
-from qinfer.evals.gate import (
-    GateResult,
-    Measure,
-    Verdict,
-    decide,
-)
+from qinfer.evals.gate import GateResult, Measure, Verdict, decide
+from qinfer.evals.store import Store
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
-from qinfer.hub import resolve
-from qinfer.model.decoder import load_decoder
-from qinfer.model.head import check_lm_head_dtype
+from qinfer.reading import Bar, OpenModel, Reader, Serving, name_of, read_text, scores_of
 from qinfer.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens; the standard profile is 32 such windows
 FLOOR_WINDOWS = 8  # the first ones, for the noise floor
 FLOAT32_PARAMETERS = 2_000_000_000  # a source up to this size is the reference in float32
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class OpenModel:
-    """A model on disk: only headers and the tokenizer have been read; `name` as the person wrote it."""
-
-    name: str
-    checkpoint: Checkpoint
-    tokenizer: Tokenizer
-
-    @property
-    def num_parameters(self) -> int:
-        """Numbers in the weight tensors (of a dense checkpoint)."""
-        return sum(math.prod(self.checkpoint.header(name)[0]) for name in self.checkpoint.names())
-
-    def schemes(self) -> dict[str, str]:
-        """Label -> name of each scheme that a linear has."""
-        schemes = [self.checkpoint.scheme(module) for module in all_modules(self.checkpoint.config)]
-        return {scheme.label: scheme.name for scheme in schemes}
-
-
-@dataclass(frozen=True)
-class Serving:
-    """How a model is run: dtype of activations and dense weights, a key of certificate.KV_RISK, the head."""
-
-    dtype: torch.dtype
-    kv_cache_dtype: str
-    lm_head_dtype: str = "auto"
-
-    @classmethod
-    def settle(
-        cls, dtype: str, kv_cache_dtype: str, checkpoint: Checkpoint, lm_head_dtype: str = "auto"
-    ) -> Serving:
-        """Resolves "auto" as serving would; raises UserError for an unknown name."""
-        check_lm_head_dtype(lm_head_dtype)
-        if dtype not in _DTYPES:
-            raise UserError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}", "dtype")
-        name = checkpoint.config.dtype if dtype == "auto" else dtype
-        kv = resolve_kv_cache_dtype(kv_cache_dtype, checkpoint.path)
-        if kv_cache_dtype == "auto" and kv != "fp8":  # fp8 where the checkpoint asks for it
-            kv = name
-        return cls(getattr(torch, name), kv, lm_head_dtype)
 
 
 @dataclass(frozen=True)
@@ -104,6 +48,16 @@ class Comparison:
     profile: str
     text_file: Path | None = None  # None: the built-in held-out text
     seed: int = 0  # of the bootstrap
+    keep: bool = True  # results, in the cache folder
+
+    @contextmanager
+    def opened_store(self) -> Iterator[Store]:
+        """Where results are kept: in the cache folder, or for as long as this takes."""
+        if self.keep:
+            yield Store(env.results_dir())
+            return
+        with TemporaryDirectory() as folder:
+            yield Store(Path(folder))
 
     @property
     def reference(self) -> Serving:
@@ -119,17 +73,6 @@ class Comparison:
         if self.serving.lm_head_dtype != "auto":
             words += ["--lm-head-dtype", self.serving.lm_head_dtype]
         return shlex.join(words + ([] if self.text_file is None else ["--text", str(self.text_file)]))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def open_model(name: str, *, revision: str | None = None, token: str | None = None) -> OpenModel:
-    """Finds the model and reads its headers and tokenizer; raises UserError where that fails."""
-    path = resolve(name, revision=revision, token=token)
-    return OpenModel(name, open_checkpoint(path), Tokenizer.load(path))
 
 
 def check_comparable(candidate: OpenModel, source: OpenModel) -> None:
@@ -163,7 +106,8 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     if text.data_hash(ours) != text.data_hash(windows):
         reason = "its tokenizer or chat template reads the held-out text as other tokens than its source's"
         return GateResult(Verdict.FAIL, (reason,), (), settings)
-    measures = _measure(comparison, limits, windows, progress) if windows else ()
+    with comparison.opened_store() as store:
+        measures = _measure(comparison, limits, windows, store, progress) if windows else ()
     num_tokens = sum(len(window.token_ids) for window in windows)
     verdict, reasons = decide(
         measures, num_tokens=num_tokens, num_windows=len(windows), wanted=profile.num_tokens
@@ -173,35 +117,6 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     return GateResult(verdict, tuple(reasons), measures, settings, blame)
 
 
-def engine_logits(checkpoint: Checkpoint, serving: Serving, window: int) -> fidelity.Logits:
-    """Loads the model into an engine with a KV pool for one window; gives its logits of any token ids."""
-    decoder = load_decoder(
-        checkpoint, device=model_device(), dtype=serving.dtype, lm_head_dtype=serving.lm_head_dtype
-    )
-    options = EngineOptions(
-        kv_cache_dtype=serving.kv_cache_dtype,
-        num_kv_blocks=window // 16 + 2,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-    )
-    scales = scales_in(checkpoint) if serving.kv_cache_dtype == "fp8" else None
-    return Engine(decoder, None, options, kv_scales=scales).prompt_logits
-
-
-def read_text(path: Path) -> str:
-    """The UTF-8 text of a file; raises UserError where there is none."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the text {path} cannot be read: {error}", "text") from error
-
-
-def with_progress(items: Iterable[_T], total: int, what: str, progress: bool) -> Iterator[_T]:
-    """The same items, with a bar on stderr."""
-    yield from tqdm(items, total=total, desc=what, unit="window", disable=not progress)
-
-
 def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iterator[text.Window]:
     if text_file is None:
         return text.reference_windows(tokenizer, length)
@@ -209,24 +124,21 @@ def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iter
 
 
 def _measure(
-    comparison: Comparison, limits: Limits, windows: list[text.Window], progress: bool
+    comparison: Comparison, limits: Limits, windows: list[text.Window], store: Store, progress: bool
 ) -> tuple[Measure, ...]:
-    source, serving, seed = comparison.source.checkpoint, comparison.serving, comparison.seed
+    source, serving, seed = comparison.source, comparison.serving, comparison.seed
     ids = [window.token_ids for window in windows]
     length = max(map(len, ids))
-    reference = engine_logits(source, comparison.reference, length)
-    candidate = engine_logits(comparison.candidate.checkpoint, serving, length)
-    scores = fidelity.compare(reference, candidate, ids)
-    measures = fidelity.measures(list(with_progress(scores, len(ids), "gate", progress)), limits, seed=seed)
+    reference = Reader(source, comparison.reference, length, store)
+    candidate = Reader(comparison.candidate, serving, length)
+    bar = Bar(progress)
+    measures = fidelity.measures(scores_of(reference, candidate, ids, store, bar), limits, seed=seed)
     if serving.dtype == comparison.reference.dtype:
         return measures
-    del candidate, scores  # the source as served takes the candidate's place in memory
-    served_alike = Serving(serving.dtype, name_of(serving.dtype))
-    floor = fidelity.compare(reference, engine_logits(source, served_alike, length), ids[:FLOOR_WINDOWS])
-    total = min(FLOOR_WINDOWS, len(ids))
-    return measures + fidelity.noise_floor(
-        list(with_progress(floor, total, "noise floor", progress)), seed=seed
-    )
+    candidate.unload()  # the source as served takes its place in memory
+    served_alike = Reader(source, Serving(serving.dtype, name_of(serving.dtype)), length)
+    floor = scores_of(reference, served_alike, ids[:FLOOR_WINDOWS], store, bar)
+    return measures + fidelity.noise_floor(floor, seed=seed)
 
 
 def _settings(

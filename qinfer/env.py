@@ -3,7 +3,8 @@
 Read when asked, never at import, and nowhere else: whoever wants to know how the environment changes what
 qinfer does reads this page. Only the standard library, so that planning memory needs no torch.
 
-    QINFER_CACHE    folder of converted models (else $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
+    QINFER_CACHE    folder of converted models and of what evaluations have measured (else
+                    $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
     QINFER_BACKEND  auto: on a GPU the Triton kernels, and torch where they decline an input; torch: never a
                     Triton kernel; triton: an error where they decline
     QINFER_CHECK    1: on a GPU every op runs both ways, and the first difference is an error; slow
@@ -41,6 +42,11 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "qinfer"
+
+
+def results_dir() -> Path:
+    """Folder where evaluations keep what they have measured."""
+    return cache_dir() / "results"
 
 
 def backend() -> str:

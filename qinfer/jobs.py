@@ -18,8 +18,10 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 import qinfer
-from qinfer import compare
+from qinfer import compare, reading
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.data import DEFAULT_SEED, check_source
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
@@ -83,7 +85,7 @@ def quantize(
     _check_seed(seed)
     check_source(calibration)
     folder = _folder_to_write(out)
-    source = compare.open_model(model, revision=revision, token=hf_token)
+    source = reading.open_model(model, revision=revision, token=hf_token)
     settings: dict[str, Any] = {
         "scheme": scheme,
         "method": method,
@@ -106,8 +108,8 @@ def quantize(
         gc.collect()  # what calibration held is gone before two models are loaded
     judged = None
     if gate:
-        candidate = compare.open_model(str(folder))
-        serving = compare.Serving.settle("auto", "auto", candidate.checkpoint)
+        candidate = reading.open_model(str(folder))
+        serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
         judged = _certify(compare.Comparison(candidate, serving, source, profile), progress=progress)
     return QuantizeResult(folder, made, judged)
 
@@ -133,10 +135,10 @@ def evaluate(
     """
     profile_named(profile)
     _check_seed(seed)
-    candidate = compare.open_model(model, revision=revision, token=hf_token)
-    source = compare.open_model(against, token=hf_token)
+    candidate = reading.open_model(model, revision=revision, token=hf_token)
+    source = reading.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
-    serving = compare.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint, lm_head_dtype)
+    serving = reading.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint, lm_head_dtype)
     text_path = None if text_file is None else Path(text_file)
     comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
     return _certify(comparison, progress=progress)
@@ -164,15 +166,14 @@ def score_text(
     _check_seed(seed)
     if window < 2:
         raise UserError(f"window is {window}: at least 2 tokens are needed to score one", "window")
-    opened = compare.open_model(model, revision=revision, token=hf_token)
-    serving = compare.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint, lm_head_dtype)
+    opened = reading.open_model(model, revision=revision, token=hf_token)
+    serving = reading.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint, lm_head_dtype)
     window = min(window, opened.checkpoint.config.context_len)
-    cut = list(text.text_windows(opened.tokenizer, compare.read_text(Path(text_file)), window))[:windows]
+    cut = list(text.text_windows(opened.tokenizer, reading.read_text(Path(text_file)), window))[:windows]
     if not cut:
         raise UserError(f"{text_file} holds no text to score: at least two tokens are needed", "text")
     ids = [w.token_ids for w in cut]
-    logits = compare.engine_logits(opened.checkpoint, serving, window)
-    nlls = perplexity.likelihoods(logits, ids)
+    nlls = perplexity.likelihoods(reading.Reader(opened, serving, window).logits, ids)
     settings = {
         "model": model,
         "text": str(text_file),
@@ -180,13 +181,13 @@ def score_text(
         "window": window,
         "stride": window,
         "data_sha256": text.data_hash(cut),
-        "dtype": compare.name_of(serving.dtype),
+        "dtype": reading.name_of(serving.dtype),
         "kv_cache_dtype": serving.kv_cache_dtype,
         "lm_head_dtype": serving.lm_head_dtype,
         "qinfer": qinfer.__version__,
     }
     return perplexity.score_text(
-        list(compare.with_progress(nlls, len(ids), "perplexity", progress)),
+        list(tqdm(nlls, total=len(ids), desc="perplexity", unit="window", disable=not progress)),
         "".join(opened.tokenizer.decode(w[1:], skip_special_tokens=False) for w in ids),
         settings,
         seed=seed,
@@ -205,7 +206,7 @@ def _folder_to_write(out: object) -> Path:
     return Path(out)
 
 
-def _made_from(source: compare.OpenModel, calibration: str | None) -> dict[str, Any]:
+def _made_from(source: reading.OpenModel, calibration: str | None) -> dict[str, Any]:
     """What is read, JSON-ready: files that have changed since are others, though their names are the same."""
     files = list(source.checkpoint.weight_files)
     if isinstance(calibration, str) and os.path.isfile(calibration):

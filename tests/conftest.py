@@ -8,11 +8,14 @@ if not torch.cuda.is_available():  # read once, when the first test imports trit
     os.environ["TRITON_INTERPRET"] = "1"
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import pytest
 from hypothesis import settings
 
+from qinfer import env
 from qinfer.testing import tiny_model
 
 settings.register_profile("same-everywhere", derandomize=True, deadline=None)
@@ -30,6 +33,21 @@ SENTENCEPIECE_MERGES = [
 def _seed() -> None:
     """Every test draws the same numbers in every run, alone or after others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_results_of_the_users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Fixtures of a module keep what they measure in a folder of the session's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(env, "results_dir", lambda: tmp_path_factory.getbasetemp() / "results")
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _own_results(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test finds what another one has measured."""
+    folder = tmp_path_factory.getbasetemp() / f"results-{uuid4().hex}"
+    monkeypatch.setattr(env, "results_dir", lambda: folder)
 
 
 @pytest.fixture(scope="session")

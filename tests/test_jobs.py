@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from qinfer import jobs
 from qinfer.cli import main
 from qinfer.errors import CheckpointError, GateError, UserError
-from qinfer.evals import certificate, thresholds
+from qinfer.evals import certificate, clearance, thresholds
 from qinfer.model.decoder import Decoder
 from qinfer.testing import tiny_model
 
@@ -76,7 +76,7 @@ def test_the_serving_dtype_counts_and_its_share_is_reported(source: Path) -> Non
 def test_quantize_writes_a_certificate_that_lets_it_be_served(quantized: jobs.QuantizeResult) -> None:
     assert quantized.gate is not None
     assert quantized.gate.verdict == "PASS", quantized.to_text()
-    status = certificate.require(quantized.out, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
+    status = clearance.require(quantized.out)
     assert status.state == "passed"
     document = json.loads((quantized.out / "qinfer_gate.json").read_text())
     assert document["verdict"] == "PASS"
@@ -129,8 +129,8 @@ def test_four_bits_per_channel_fail_and_are_refused(source: Path, tmp_path: Path
     assert result.gate is not None
     assert result.gate.verdict == "FAIL"
     with pytest.raises(GateError, match=r"is FAIL .*qinfer eval .* --against REF"):
-        certificate.require(out, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
-    status = certificate.require(out, is_quantized=True, kv_cache_dtype="auto", allow_ungated=True)
+        clearance.require(out)
+    status = clearance.require(out, allow_ungated=True)
     assert status.state == "ungated"
 
 
@@ -140,7 +140,7 @@ def test_without_a_gate_there_is_no_verdict(source: Path, tmp_path: Path) -> Non
     assert result.gate is None
     assert "not judged" in result.to_text()
     with pytest.raises(GateError, match="has no verdict"):
-        certificate.require(out, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
+        clearance.require(out)
 
 
 def test_damaged_weights_fail(copy: Path, source: Path) -> None:
@@ -151,10 +151,10 @@ def test_damaged_weights_fail(copy: Path, source: Path) -> None:
     )
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(GateError, match="stale"):
-        certificate.require(copy, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
+        clearance.require(copy)
     assert judge(copy, source).verdict == "FAIL"
     with pytest.raises(GateError, match=r"verdict on .* is FAIL"):
-        certificate.require(copy, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
+        clearance.require(copy)
 
 
 def test_e10_one_nan_weight_is_a_named_error(copy: Path, source: Path) -> None:
@@ -181,7 +181,7 @@ def test_too_short_a_text_is_undecided_and_refused(copy: Path, source: Path, tmp
     assert result.verdict == "UNDECIDED"
     assert "give a longer text" in result.reasons[-1]
     with pytest.raises(GateError, match="UNDECIDED"):
-        certificate.require(copy, is_quantized=True, kv_cache_dtype="auto", allow_ungated=False)
+        clearance.require(copy)
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert judge(copy, source, text_file=empty).verdict == "UNDECIDED"
@@ -224,7 +224,7 @@ def test_e07_e08_score_text_equals_transformers(source: Path, tmp_path: Path) ->
     file.write_text(text, encoding="utf-8")
     score = jobs.score_text(str(source), file, window=64, windows=9, dtype="float32", progress=False)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    ids = jobs.compare.open_model(str(source)).tokenizer.encode(text, add_special_tokens=False)
+    ids = jobs.reading.open_model(str(source)).tokenizer.encode(text, add_special_tokens=False)
     nll, tokens = 0.0, 0
     for start in range(0, 9 * 64, 64):
         window = torch.tensor([ids[start : start + 64]])

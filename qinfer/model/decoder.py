@@ -233,6 +233,14 @@ def load_decoder(
     return Decoder(config, embedding, layers, norm, head)
 
 
+def load_ends(
+    checkpoint: Checkpoint, *, device: torch.device, dtype: torch.dtype, lm_head_dtype: str = "auto"
+) -> Decoder:
+    """The decoder without its layers, to make logits of hidden states that are known; as `load_decoder`."""
+    embedding, norm, head = _ends(checkpoint, device, dtype, lm_head_dtype)
+    return Decoder(checkpoint.config, embedding, [], norm, head)
+
+
 def _ends(
     checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype, lm_head_dtype: str
 ) -> tuple[Tensor, Tensor, Linear]:
