@@ -32,13 +32,24 @@ def float8_values(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> the codes of `fp8_per_token` as float32 [T, K], and scale float32 [T, 1]."""
     x = x.float()
     scale = x.abs().amax(-1, True).div_(_FP8_MAX).clamp_min_(SMALLEST_SCALE)
-    codes = x.div(scale)
+    return _rounded(x.div(scale)), scale
+
+
+def _rounded(codes: Tensor) -> Tensor:
+    """The float8 values nearest to float32 numbers of at most 448; their memory is used again."""
     power_of_two = codes.view(torch.int32).bitwise_and(_EXPONENT_BITS).view(torch.float32)
     shift = power_of_two.clamp_min_(_SMALLEST_NORMAL).mul_(_SHIFT)
-    return codes.add_(shift).sub_(shift), scale
+    return codes.add_(shift).sub_(shift)
 
 
 def w8a8_fp8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `widen`, weight_scale float32 [N] -> [T, N] in x's dtype."""
     codes, scale = float8_values(x)
     return functional.linear(codes.type_as(weight), weight).float().mul_(weight_scale).mul_(scale).type_as(x)
+
+
+def w8a8_fp8_static_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor) -> Tensor:
+    """As `w8a8_fp8_cpu`, with one scale for all of x, float32 [1]."""
+    codes = _rounded(x.float().div(input_scale).clamp_(-FP8_MAX, FP8_MAX))
+    y = functional.linear(codes.type_as(weight), weight).float()
+    return y.mul_(weight_scale).mul_(input_scale).type_as(x)

@@ -37,9 +37,13 @@ from qinfer.kernels import sampling as _sampling
 from qinfer.kernels import w4a16 as _w4a16
 from qinfer.kernels import w4a16_cpu as _w4a16_cpu
 from qinfer.kernels import w8a8_fp8 as _w8a8_fp8
+from qinfer.kernels import w8a8_fp8_block as _w8a8_fp8_block
+from qinfer.kernels import w8a8_fp8_block_cpu as _w8a8_fp8_block_cpu
 from qinfer.kernels import w8a8_fp8_cpu as _w8a8_fp8_cpu
 from qinfer.kernels import w8a8_int8 as _w8a8_int8
 from qinfer.kernels import w8a8_int8_cpu as _w8a8_int8_cpu
+from qinfer.kernels import w8a16_fp8 as _w8a16_fp8
+from qinfer.kernels import w8a16_fp8_cpu as _w8a16_fp8_cpu
 from qinfer.kernels import w8a16_int8 as _w8a16_int8
 from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
@@ -377,6 +381,59 @@ def w8a8_fp8(
     return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)
 
 
+def fp8_static(x: Tensor, scale: Tensor) -> Tensor:
+    """Codes float8_e4m3fn [T, K] of x [T, K] on the grid of scale float32 [1]; what exceeds it saturates."""
+    if x.is_cuda:
+        return _backend.run(_w8a8_fp8.fp8_static, x, scale)
+    return _w8a8_fp8.fp8_static(x, scale)
+
+
+def w8a8_fp8_static(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x [T, K], weight from `pack_w8a8_fp8`, weight_scale float32 [N], input_scale float32 [1] -> [T, N]."""
+    if x.is_cuda:
+        return _backend.run(_w8a8_fp8.w8a8_fp8_static, x, weight, weight_scale, input_scale, bias)
+    return _w8a8_fp8_cpu.w8a8_fp8_static_cpu(x, weight, weight_scale, input_scale)
+
+
+def fp8_per_group(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, K] -> codes float8_e4m3fn [T, K] and scale float32 [T, ceil(K/128)] = absmax of 128 / 448."""
+    return _w8a8_fp8_block.fp8_per_group(x)
+
+
+def pack_w8a8_fp8_block(
+    weight: Tensor, block_scale: Tensor, row_scale: Tensor, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The arguments of `w8a8_fp8_block` beside x: from codes float8_e4m3fn [N, K] and their scales.
+
+    A GPU reads block_scale [ceil(N/128), ceil(K/128)], a CPU row_scale [N, ceil(K/128)]. `dtype` is that of
+    the activations to come.
+    """
+    if weight.is_cuda:
+        return {"weight": _panels.to_panels(weight), "weight_scale": block_scale.float()}
+    return {"weight": _w8a8_fp8_block_cpu.scale_and_widen(weight, row_scale, dtype)}
+
+
+def w8a8_fp8_block(x: Tensor, packed: Mapping[str, Tensor], bias: Tensor | None = None) -> Tensor:
+    """x [T, K] times the weight that `pack_w8a8_fp8_block` made ready -> [T, N] in x's dtype."""
+    if x.is_cuda:
+        return _backend.run(_w8a8_fp8_block.w8a8_fp8_block, x, packed["weight"], packed["weight_scale"], bias)
+    return _w8a8_fp8_block_cpu.w8a8_fp8_block_cpu(x, packed["weight"])
+
+
+def pack_w8a16_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weight float8_e4m3fn [N, K] in the form that `w8a16_fp8` reads fastest on its device."""
+    return _panels.to_fragments(weight) if weight.is_cuda else _w8a8_fp8_cpu.widen(weight, dtype)
+
+
+def w8a16_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [T, K], weight from `pack_w8a16_fp8`, weight_scale float32 [N] -> [T, N] in x's dtype."""
+    if x.is_cuda:
+        return _backend.run(_w8a16_fp8.w8a16_fp8, x, weight, weight_scale, bias)
+    return _w8a16_fp8_cpu.w8a16_fp8_cpu(x, weight, weight_scale)
+
+
 def pack_w4a16(weight: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
     """The arguments of `w4a16` from weight uint8 [N, K/2] (even k low), scale and zero uint8 [N, G]."""
     if not weight.is_cuda:
@@ -405,12 +462,16 @@ def w4a16(
 def cpu_paths() -> dict[str, str]:
     """How each product runs on this CPU, in words; a scheme that is not named runs its meaning."""
     rows = {"int8": _w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, "int4": _w4a16_cpu.MAX_ROWS_OF_INT4_OP}
+    widened = "weights widened at load to bfloat16 (float32 for other activations), torch linear"
     exact = "torch int8 op for one row of bfloat16, else oneDNN int8 x int8"
     return {
         "dense": "torch linear",
         "w8a8-int8": exact if onednn_int8_is_exact() else "plain torch: oneDNN's int8 saturates here",
         "w8a16-int8": f"torch int8 op up to {rows['int8']} rows of bfloat16, else weights widened per call",
-        "w8a8-fp8": "weights widened at load to bfloat16 (float32 for other activations), torch linear",
+        "w8a8-fp8": widened,
+        "w8a8-fp8-static": widened,
+        "w8a8-fp8-block": widened,
+        "w8a16-fp8": widened,
         "w4a16": f"torch int4 op up to {rows['int4']} rows of bfloat16, else weights unpacked per call",
     }
 

@@ -55,7 +55,7 @@ def _product(
     if activations is ActivationFormat.INT8_PER_TOKEN:
         codes = (wide * 32).clamp(-127, 127).to(torch.int8)
         return lambda: torch._int_mm(codes, codes.t())
-    if activations is ActivationFormat.FP8_PER_TOKEN and device.type != "cpu":
+    if activations.value.startswith("fp8") and device.type != "cpu":
         fp8, one = wide.to(torch.float8_e4m3fn), torch.ones((), device=device)
         return lambda: torch._scaled_mm(fp8, fp8.t(), one, one, out_dtype=torch.bfloat16)
     return lambda: torch.mm(wide, wide.t())

@@ -98,8 +98,9 @@ def place(device: str | None, budget: int | None) -> Space:
 def weight_formats(config: ModelConfig) -> Iterator[tuple[str, WeightFormat]]:
     """(label, format) of each scheme that this model can have; w4a16 with the group size its widths allow."""
     yield "dense", DENSE
-    for name in ("w8a8-int8", "w8a16-int8", "w8a8-fp8"):
-        yield name, WeightFormat(name)
+    for name in SCHEMES:
+        if name not in ("dense", "w4a16"):
+            yield name, WeightFormat(name)
     widths = {module: linear_shape(config, module)[1] for module in layer_modules(config)}
     try:
         group_size = settle_group_size(widths, 128)
@@ -117,7 +118,8 @@ def schemes_named(config: ModelConfig, name: str) -> list[str]:
     """
     if name in PRESETS:
         return [settle(config, name).scheme.label]
-    found = [label for label, _ in weight_formats(config) if name and label.startswith(name)]
+    labels = [label for label, _ in weight_formats(config)]
+    found = [name] if name in labels else [label for label in labels if name and label.startswith(name)]
     if not found and name in SCHEMES:
         settle(config, name)  # says why there is none
     if not found:

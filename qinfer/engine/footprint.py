@@ -81,8 +81,12 @@ def linear_bytes(weight_format: WeightFormat, out_features: int, in_features: in
     match scheme:
         case "dense":
             return out_features * in_features * item_bytes
-        case "w8a8-int8" | "w8a8-fp8":
+        case "w8a8-int8" | "w8a8-fp8" | "w8a16-fp8":
             return out_features * (in_features + item_bytes)
+        case "w8a8-fp8-static":
+            return out_features * in_features + 2 * item_bytes
+        case "w8a8-fp8-block":
+            return out_features * in_features + -(-out_features // 128) * -(-in_features // 128) * item_bytes
         case "w8a16-int8":
             return words * -(-in_features // 4) + out_features * item_bytes + shape
         case "w4a16":
@@ -103,8 +107,9 @@ def cpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features
     match scheme:
         case "w8a16-int8":
             return count + out_features * item_bytes
-        case "w8a8-fp8":
-            return count * (2 if dtype == "bfloat16" else 4) + out_features * 4
+        case "w8a8-fp8" | "w8a16-fp8" | "w8a8-fp8-static" | "w8a8-fp8-block":
+            scales = {"w8a8-fp8-block": 0, "w8a8-fp8-static": out_features + 1}.get(scheme, out_features)
+            return count * (2 if dtype == "bfloat16" else 4) + scales * 4
         case "w4a16":
             scales = out_features * -(-in_features // group_size)
             two_layouts = dtype == "bfloat16" and out_features % 16 == 0
@@ -121,8 +126,12 @@ def gpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features
     scheme, group_size, _ = weight_format
     item_bytes, wide = ITEM_BYTES[dtype], -(-in_features // 128) * 128
     match scheme:
-        case "w8a8-int8" | "w8a8-fp8":
+        case "w8a8-int8" | "w8a8-fp8" | "w8a16-fp8":
             return out_features * (wide + 4)
+        case "w8a8-fp8-static":
+            return out_features * (wide + 4) + 4
+        case "w8a8-fp8-block":
+            return out_features * wide + -(-out_features // 128) * (wide // 128) * 4
         case "w8a16-int8":
             return out_features * (wide + item_bytes)
         case "w4a16" if item_bytes == 2:

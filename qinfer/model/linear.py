@@ -29,6 +29,8 @@ CODES = {
     ActivationFormat.NONE: None,
     ActivationFormat.INT8_PER_TOKEN: torch.int8,
     ActivationFormat.FP8_PER_TOKEN: torch.float8_e4m3fn,
+    ActivationFormat.FP8_PER_128: None,  # their products quantize by themselves
+    ActivationFormat.FP8_STATIC: None,
 }
 
 

@@ -7,7 +7,7 @@ is equal to none of them is refused by name before any weight is read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,10 @@ from qinfer.quant.rounding import Ranges
 from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec
 from qinfer.quant.w4a16 import GROUP_SIZES, W4A16
 from qinfer.quant.w8a8_fp8 import W8A8Fp8
+from qinfer.quant.w8a8_fp8_block import W8A8Fp8Block
+from qinfer.quant.w8a8_fp8_static import W8A8Fp8Static
 from qinfer.quant.w8a8_int8 import W8A8Int8
+from qinfer.quant.w8a16_fp8 import W8A16Fp8
 from qinfer.quant.w8a16_int8 import W8A16Int8
 
 __all__ = [
@@ -33,7 +36,10 @@ __all__ = [
     "Scheme",
     "TensorSpec",
     "W8A8Fp8",
+    "W8A8Fp8Block",
+    "W8A8Fp8Static",
     "W8A8Int8",
+    "W8A16Fp8",
     "W8A16Int8",
     "quantize_named",
     "scheme_by_name",
@@ -41,9 +47,15 @@ __all__ = [
     "settle_group_size",
 ]
 
-SCHEMES: dict[str, type[Dense] | type[W8A8Int8] | type[W8A16Int8] | type[W8A8Fp8] | type[W4A16]] = {
-    scheme.name: scheme for scheme in (Dense, W8A8Int8, W8A16Int8, W8A8Fp8, W4A16)
-}
+_EIGHT_BIT: tuple[Callable[[], Scheme], ...] = (
+    W8A8Int8,
+    W8A16Int8,
+    W8A8Fp8,
+    W8A8Fp8Static,
+    W8A8Fp8Block,
+    W8A16Fp8,
+)
+SCHEMES: dict[str, Callable[[], Scheme]] = {made().name: made for made in (Dense, *_EIGHT_BIT, W4A16)}
 
 # compressed-tensors' `format` of each scheme, by name
 FORMAT: dict[str, str] = {
@@ -51,6 +63,9 @@ FORMAT: dict[str, str] = {
     "w8a8-int8": "int-quantized",
     "w8a16-int8": "pack-quantized",
     "w8a8-fp8": "float-quantized",
+    "w8a8-fp8-static": "float-quantized",
+    "w8a8-fp8-block": "float-quantized",
+    "w8a16-fp8": "naive-quantized",
     "w4a16": "pack-quantized",
 }
 
@@ -87,7 +102,7 @@ def scheme_from_group(group: Mapping[str, Any], fmt: str) -> Scheme:
     weights = _arguments(group.get("weights"))
     found = {"weights": weights, "input_activations": _arguments(group.get("input_activations"))}
     four_bit = [W4A16(size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)]
-    known: list[Scheme] = [W8A8Int8(), W8A16Int8(), W8A8Fp8(), *four_bit]
+    known: list[Scheme] = [*(made() for made in _EIGHT_BIT), *four_bit]
     for scheme in known:
         if found == scheme.group() and fmt == FORMAT[scheme.name] and not group.get("output_activations"):
             return scheme
@@ -112,7 +127,7 @@ def settle_group_size(widths: Mapping[str, int], wanted: int) -> int:
     bad = [f"{name} ({width})" for name, width in widths.items() if width % GROUP_SIZES[-1]]
     raise UserError(
         f"no group size of 128, 64 or 32 up to {wanted} divides the input width of {', '.join(bad)}; "
-        "choose a scheme without groups (w8a8-int8, w8a16-int8, w8a8-fp8)",
+        "choose a scheme without groups (w8a8-int8, w8a16-int8, w8a8-fp8, w8a16-fp8)",
         "group_size",
     )
 
@@ -136,6 +151,8 @@ def _arguments(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     arguments = {key: raw.get(key, default) for key, default in _ARGUMENT_DEFAULTS.items()}
     if arguments["group_size"] == -1:  # the old spelling of one scale per channel
         arguments |= {"group_size": None, "strategy": "channel"}
+    if raw.get("block_structure"):
+        arguments["block_structure"] = _block_shape(raw["block_structure"])
     if arguments["strategy"] is None:
         arguments["strategy"] = "tensor" if arguments["group_size"] is None else "group"
     if raw.get("actorder") not in (None, "weight", "static"):  # weight_g_idx permutes the groups
@@ -143,9 +160,15 @@ def _arguments(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return arguments
 
 
+def _block_shape(raw: Any) -> list[int]:
+    """[128, 128], which old files spell "128x128"."""
+    return [int(part) for part in (raw.split("x") if isinstance(raw, str) else raw)]
+
+
 def _supported() -> str:
     """The formats of the table above, in words."""
     return (
         "int-quantized int8 per channel with int8 per token; pack-quantized int8 per channel; pack-quantized "
-        "int4 in groups of 128, 64 or 32; float-quantized fp8 per channel with fp8 per token"
+        "int4 in groups of 128, 64 or 32; float-quantized fp8 per channel with fp8 per token, per tensor "
+        "with static fp8, per 128x128 block with fp8 per token and 128; naive-quantized fp8 per channel"
     )

@@ -37,7 +37,7 @@ class Dense:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"].float()
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

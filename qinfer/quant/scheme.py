@@ -3,7 +3,7 @@
 Shapes are in PyTorch's order: a weight is [out_features, in_features] = [N, K]. Laws that every scheme is
 tested against: `specs` equals what `quantize` makes; `dequantize(quantize(w))` lies within the format's
 bound; `matmul(x, prepare(t))` is close to `fake_quantize(x) @ dequantize(t).T`; and concatenating q/k/v
-along the output commutes with `quantize` (`fuse`).
+along the output (`fuse`) commutes with `dequantize`, with `quantize` too where scales are per row or group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class ActivationFormat(Enum):
     NONE = "none"
     INT8_PER_TOKEN = "int8 per token"
     FP8_PER_TOKEN = "fp8 per token"
+    FP8_PER_128 = "fp8 per token and 128 columns"
+    FP8_STATIC = "fp8 static"
 
 
 class TensorSpec(NamedTuple):
@@ -62,8 +64,8 @@ class Scheme(Protocol):
         """The weight [N, K] in float32 that the file tensors mean."""
         ...
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
-        """What the linear really sees of its input [..., K], in x's dtype."""
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """What the linear really sees of its input [T, K], in x's dtype; a static scale is in `tensors`."""
         ...
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -94,3 +96,10 @@ class Scheme(Protocol):
     def group(self) -> dict[str, Any] | None:
         """The compressed-tensors scheme (weights, input_activations), or None for dense."""
         ...
+
+
+def joined(shards: Sequence[Tensor]) -> Tensor:
+    """Tensors of one dtype, float8 too, which `torch.cat` may not know, one below the other."""
+    if shards[0].element_size() > 1:
+        return torch.cat(list(shards))
+    return torch.cat([shard.view(torch.uint8) for shard in shards]).view(shards[0].dtype)

@@ -80,7 +80,7 @@ class W4A16:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return integer_values(self._codes(tensors), tensors["weight_scale"], self._zero_point(tensors))
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

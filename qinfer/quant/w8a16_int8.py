@@ -58,7 +58,7 @@ class W8A16Int8:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return integer_values(self._codes(tensors), tensors["weight_scale"], None)
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.quant.rounding import FP8_MAX, Ranges, absmax_ranges, finite_float32, fp8_codes, symmetric_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,12 @@ class W8A8Fp8:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"].float() * tensors["weight_scale"].float()
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         codes, scale = ops.fp8_per_token(x)
         return (codes.float() * scale).to(x.dtype)
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        codes = torch.cat([shard["weight"].view(torch.uint8) for shard in shards])  # cat may not know float8
-        scale = torch.cat([shard["weight_scale"] for shard in shards])
-        return {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scale}
+        return {name: joined([shard[name] for shard in shards]) for name in ("weight", "weight_scale")}
 
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype

@@ -52,7 +52,7 @@ class W8A8Int8:
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return integer_values(tensors["weight"], tensors["weight_scale"], None)
 
-    def fake_quantize(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         codes, scale = ops.int8_per_token(x)
         return (codes * scale).to(x.dtype)
 

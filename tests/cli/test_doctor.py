@@ -6,6 +6,7 @@ import torch
 
 import qinfer as package
 from qinfer import backend, ops
+from qinfer.quant import SCHEMES
 
 
 def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
@@ -21,7 +22,7 @@ def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
     assert len(document["gpus"]) == torch.cuda.device_count()
     assert 0 < document["cpu"]["memory_available"] <= document["cpu"]["memory_total"]
     assert document["models_run_on"].startswith("cuda" if document["gpus"] else "cpu")
-    assert set(document["cpu_paths"]) == {"dense", "w8a8-int8", "w8a16-int8", "w8a8-fp8", "w4a16"}
+    assert set(document["cpu_paths"]) == set(SCHEMES)
     assert document["cache"] == {"path": str(tmp_path), "num_bytes": 1000}
 
 

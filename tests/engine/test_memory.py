@@ -20,7 +20,7 @@ from qinfer.kernels.panels import to_fragments, to_panels
 from qinfer.kernels.w4a16 import pack_fragments
 from qinfer.model.linear import Linear
 from qinfer.model.storage import tensor_bytes
-from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8
+from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Fp8Block, W8A8Fp8Static, W8A8Int8, W8A16Fp8, W8A16Int8
 
 GIB = footprint.GIB
 
@@ -329,6 +329,9 @@ def test_a_small_budget_makes_steps_shorter_and_never_below_what_must_run():
         (WeightFormat("w8a8-int8"), W8A8Int8()),
         (WeightFormat("w8a16-int8"), W8A16Int8()),
         (WeightFormat("w8a8-fp8"), W8A8Fp8()),
+        (WeightFormat("w8a8-fp8-static"), W8A8Fp8Static()),
+        (WeightFormat("w8a8-fp8-block"), W8A8Fp8Block()),
+        (WeightFormat("w8a16-fp8"), W8A16Fp8()),
         (WeightFormat("w4a16", 32, True), W4A16(32, True)),
         (WeightFormat("w4a16", 32, False), W4A16(32, False)),
     ],
@@ -349,6 +352,9 @@ def test_linear_bytes_are_those_of_the_tensors_in_the_file(weight_format, scheme
         (WeightFormat("w8a8-int8"), W8A8Int8()),
         (WeightFormat("w8a16-int8"), W8A16Int8()),
         (WeightFormat("w8a8-fp8"), W8A8Fp8()),
+        (WeightFormat("w8a8-fp8-static"), W8A8Fp8Static()),
+        (WeightFormat("w8a8-fp8-block"), W8A8Fp8Block()),
+        (WeightFormat("w8a16-fp8"), W8A16Fp8()),
         (WeightFormat("w4a16", 32, True), W4A16(32, True)),
         (WeightFormat("w4a16", 64, False), W4A16(64, False)),
     ],

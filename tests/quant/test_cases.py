@@ -7,13 +7,25 @@ from torch.nn.functional import linear
 from qinfer.errors import CheckpointError, UserError
 from qinfer.kernels.quantize_per_token import fp8_per_token
 from qinfer.model.linear import Linear
-from qinfer.quant import W4A16, Dense, W8A8Fp8, W8A8Int8, W8A16Int8, quantize_named, settle_group_size
+from qinfer.quant import (
+    W4A16,
+    Dense,
+    W8A8Fp8,
+    W8A8Fp8Block,
+    W8A8Fp8Static,
+    W8A8Int8,
+    W8A16Fp8,
+    W8A16Int8,
+    quantize_named,
+    settle_group_size,
+)
 from qinfer.quant.packing import unpack_zero_points
 from qinfer.quant.rounding import fp8_codes, integer_codes
 from qinfer.testing import error_ratio
 
 CPU = torch.device("cpu")
-SCHEMES = [Dense(), W8A8Int8(), W8A16Int8(), W8A8Fp8(), W4A16(64, True), W4A16(64, False)]
+FLOAT8 = [W8A8Fp8(), W8A8Fp8Static(), W8A8Fp8Block(), W8A16Fp8()]
+SCHEMES = [Dense(), W8A8Int8(), W8A16Int8(), *FLOAT8, W4A16(64, True), W4A16(64, False)]
 by_label = pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.label)
 
 
@@ -85,6 +97,8 @@ def test_q15_a_scale_never_underflows_where_it_is_stored(scheme, dtype):
     back = scheme.dequantize(tensors)
     assert torch.isfinite(back).all()
     assert (back - 1e-8).abs().max() <= tensors["weight_scale"].float().max()
+    if isinstance(scheme, W8A8Fp8Static):
+        tensors = scheme.with_input_range(tensors, 1.0)
     y = scheme.matmul(torch.ones(3, 128, dtype=dtype), scheme.prepare(tensors, CPU, dtype))
     assert torch.isfinite(y).all()
 
@@ -106,7 +120,9 @@ def test_q22_a_bias_is_added_once_and_unscaled(scheme, num_tokens, dtype):
     weight = torch.randn(64, 128, generator=generator) / 32
     x = (torch.randn(num_tokens, 128, generator=generator)).to(dtype)
     shards = [(scheme, scheme.quantize(part, dtype=dtype)) for part in weight.split((32, 16, 16))]
+    if isinstance(scheme, W8A8Fp8Static):
+        shards = [(scheme, scheme.with_input_range(tensors, 6.0)) for _, tensors in shards]
     layer = Linear(shards, torch.full((64,), 10.0, dtype=dtype), device=CPU, dtype=dtype)
     meant = torch.cat([scheme.dequantize(tensors) for _, tensors in shards])
-    bias = layer(x).float() - linear(scheme.fake_quantize(x.float()), meant)
+    bias = layer(x).float() - linear(scheme.fake_quantize(x.float(), shards[0][1]), meant)
     assert (bias - 10).abs().max() < 10 * torch.finfo(dtype).eps

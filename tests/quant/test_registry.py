@@ -8,13 +8,17 @@ from qinfer.quant import (
     SCHEMES,
     W4A16,
     W8A8Fp8,
+    W8A8Fp8Block,
+    W8A8Fp8Static,
     W8A8Int8,
+    W8A16Fp8,
     W8A16Int8,
     scheme_by_name,
     scheme_from_group,
 )
 
-QUANTIZED = [W8A8Int8(), W8A16Int8(), W8A8Fp8()] + [W4A16(g, s) for g in (32, 64, 128) for s in (True, False)]
+EIGHT_BIT = [W8A8Int8(), W8A16Int8(), W8A8Fp8(), W8A8Fp8Static(), W8A8Fp8Block(), W8A16Fp8()]
+QUANTIZED = EIGHT_BIT + [W4A16(g, s) for g in (32, 64, 128) for s in (True, False)]
 CHANNEL = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
@@ -36,7 +40,7 @@ def test_names_and_formats_cover_the_same_schemes():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("int3", {}, "w8a8-int8, w8a16-int8, w8a8-fp8, w4a16"),
+        ("int3", {}, "w8a8-int8, w8a16-int8, w8a8-fp8, .*, w4a16"),
         ("w4a16", {"group_size": 100}, "128, 64 or 32"),
         ("w8a8-int8", {"group_size": 64}, "no group_size"),
         ("w8a8-fp8", {"symmetric": False}, "no symmetric"),
@@ -55,6 +59,9 @@ def test_defaults_and_old_spellings_of_arguments():
     assert scheme_from_group(old_channel, "pack-quantized") == W8A16Int8()
     observed = {"weights": CHANNEL | {"observer": "minmax", "actorder": None}, "input_activations": TOKEN}
     assert scheme_from_group(observed, "int-quantized") == W8A8Int8()
+    block = W8A8Fp8Block().group()
+    block["weights"]["block_structure"] = "128x128"
+    assert scheme_from_group(block, "float-quantized") == W8A8Fp8Block()
     static_order = {"weights": {"num_bits": 4, "group_size": 64, "actorder": "weight"}}
     assert scheme_from_group(static_order, "pack-quantized") == W4A16(64, True)
 
