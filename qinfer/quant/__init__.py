@@ -18,6 +18,7 @@ from qinfer.quant.dense import Dense
 from qinfer.quant.rounding import Ranges
 from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec
 from qinfer.quant.w4a16 import GROUP_SIZES, W4A16
+from qinfer.quant.w4a16_ordered import W4A16Ordered
 from qinfer.quant.w8a8_fp8 import W8A8Fp8
 from qinfer.quant.w8a8_fp8_block import W8A8Fp8Block
 from qinfer.quant.w8a8_fp8_static import W8A8Fp8Static
@@ -35,6 +36,7 @@ __all__ = [
     "Ranges",
     "Scheme",
     "TensorSpec",
+    "W4A16Ordered",
     "W8A8Fp8",
     "W8A8Fp8Block",
     "W8A8Fp8Static",
@@ -101,7 +103,12 @@ def scheme_from_group(group: Mapping[str, Any], fmt: str) -> Scheme:
     """
     weights = _arguments(group.get("weights"))
     found = {"weights": weights, "input_activations": _arguments(group.get("input_activations"))}
-    four_bit = [W4A16(size, symmetric) for size in GROUP_SIZES for symmetric in (True, False)]
+    four_bit = [
+        kind(size, symmetric)
+        for kind in (W4A16, W4A16Ordered)
+        for size in GROUP_SIZES
+        for symmetric in (True, False)
+    ]
     known: list[Scheme] = [*(made() for made in _EIGHT_BIT), *four_bit]
     for scheme in known:
         if found == scheme.group() and fmt == FORMAT[scheme.name] and not group.get("output_activations"):
@@ -155,8 +162,9 @@ def _arguments(raw: Mapping[str, Any] | None) -> dict[str, Any] | None:
         arguments["block_structure"] = _block_shape(raw["block_structure"])
     if arguments["strategy"] is None:
         arguments["strategy"] = "tensor" if arguments["group_size"] is None else "group"
-    if raw.get("actorder") not in (None, "weight", "static"):  # weight_g_idx permutes the groups
-        arguments["actorder"] = raw["actorder"]
+    actorder = raw.get("actorder")
+    if actorder not in (None, False, "weight", "static"):  # weight_g_idx permutes the groups
+        arguments["actorder"] = "group" if actorder in (True, "dynamic") else actorder
     return arguments
 
 

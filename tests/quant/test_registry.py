@@ -76,7 +76,6 @@ def test_defaults_and_old_spellings_of_arguments():
         ({"weights": CHANNEL, "input_activations": TOKEN}, "pack-quantized"),
         ({"weights": CHANNEL}, "int-quantized"),
         ({"weights": CHANNEL, "input_activations": TOKEN, "output_activations": TOKEN}, "int-quantized"),
-        ({"weights": {"num_bits": 4, "group_size": 64, "actorder": "group"}}, "pack-quantized"),
         ({"weights": {"num_bits": 4, "group_size": 256}}, "pack-quantized"),
         ({"weights": None, "input_activations": TOKEN}, "int-quantized"),
     ],
