@@ -16,15 +16,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qinfer.checkpoint import names
-from qinfer.checkpoint.compressed_tensors import Quantization, find_quantization_config, read_quantization
+from qinfer.checkpoint import dialects, names
+from qinfer.checkpoint.compressed_tensors import Quantization, find_quantization_config
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.shards import Header, find_tensors
+from qinfer.checkpoint.stored import Folder
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError, UnsupportedModelError
-from qinfer.quant import Dense, Scheme, TensorSpec
+from qinfer.quant import Dense, Scheme, TensorSpec, W4A16Ordered
 
 CPU = torch.device("cpu")
+_PACKED_HEADS = frozenset({"lm_head.qweight", "lm_head.weight_packed"})
 _FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = {
     torch.int8: "I8",
@@ -32,6 +34,7 @@ _DTYPES = {
     torch.int32: "I32",
     torch.int64: "I64",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
 }
 
 
@@ -88,10 +91,30 @@ class Checkpoint:
         return self.quantization.scheme(module)
 
     def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
-        """That linear's tensors by suffix ("weight", "weight_scale"), as its scheme lists them; no bias."""
+        """That linear's tensors by suffix ("weight", "weight_scale"), as its scheme lists them; no bias.
+
+        What lies in the file in another tool's layout is brought into the scheme's, on `device`; raises
+        CheckpointError where it contradicts itself.
+        """
+        tensors = {
+            suffix: self.tensor(f"{module}.{suffix}", device).reshape(spec.shape)
+            for suffix, spec in self.module_specs(module).items()
+        }
+        stored = self.quantization.stored.get(module)
+        if stored is None:
+            return tensors
+        try:
+            return stored.read(tensors)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.path}: {module}: {error}") from error
+
+    def module_specs(self, module: str) -> dict[str, TensorSpec]:
+        """The tensors of the file that make up a linear, by suffix; no bias."""
+        stored = self.quantization.stored.get(module)
+        if stored is not None:
+            return stored.specs()
         relative = ".".join(module.split(".")[-2:])
-        specs = self.scheme(module).specs(*names.linear_shape(self.config, relative))
-        return {suffix: self.tensor(f"{module}.{suffix}", device) for suffix in specs}
+        return self.scheme(module).specs(*names.linear_shape(self.config, relative))
 
     @property
     def num_bytes(self) -> int:
@@ -106,7 +129,7 @@ class Checkpoint:
     @property
     def is_quantized(self) -> bool:
         """Whether any linear of the model has another scheme than dense."""
-        return bool(self.quantization.groups)
+        return bool(self.quantization)
 
     def _header(self, name: str) -> Header:
         if name not in self._headers:
@@ -126,8 +149,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a folder")
     raw = read_json(path / "config.json")
     config = ModelConfig.from_dict(raw)
-    quantization = read_quantization(find_quantization_config(path, raw))
-    checkpoint = Checkpoint(path, raw, config, quantization, find_tensors(path))
+    headers = find_tensors(path)
+    bare = Checkpoint(path, raw, config, Quantization(), headers)
+    described = find_quantization_config(path, raw)
+    quantization = dialects.read(described, Folder(path, config, headers, bare.tensor))
+    checkpoint = Checkpoint(path, raw, config, quantization, headers)
     check_modules(checkpoint)
     _check_tensors(checkpoint)
     return checkpoint
@@ -154,38 +180,65 @@ def check_modules(checkpoint: Checkpoint) -> None:
         raise UnsupportedModelError(
             f"{checkpoint.path} has a quantized lm_head, which is not supported; put it into `ignore`"
         )
-    if any(name.endswith(".weight_g_idx") for name in checkpoint.names()):
+    if packed := sorted(name for name in checkpoint.names() if name in _PACKED_HEADS):
         raise UnsupportedModelError(
-            f"{checkpoint.path} has reordered groups (weight_g_idx, actorder 'group'), which is not supported"
+            f"{checkpoint.path} has a quantized lm_head ({packed[0]}), which is not supported"
         )
+    for name in checkpoint.names():
+        if name.endswith(".weight_g_idx"):
+            scheme = checkpoint.scheme(name.removesuffix(".weight_g_idx"))
+            if not isinstance(scheme, W4A16Ordered):
+                raise CheckpointError(
+                    f"{checkpoint.path} has {name}, but its quantization_config says nothing of an order "
+                    "(actorder: group)"
+                )
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
     missing: list[str] = []
     wrong: list[str] = []
-    for name, (shape, dtype) in required_tensors(checkpoint.config, checkpoint.quantization).items():
+    config = checkpoint.config
+    linears = {
+        f"{module}.{suffix}": spec
+        for module in names.all_modules(config)
+        for suffix, spec in checkpoint.module_specs(module).items()
+    }
+    for name, spec in (_outside_linears(config) | linears).items():
         if name not in checkpoint.names():
             missing.append(name)
             continue
-        found_shape, found_dtype = checkpoint.header(name)
-        dtypes = _FLOATS if dtype is None else frozenset({_DTYPES[dtype]})
-        if found_shape != shape or found_dtype not in dtypes:
-            expected = f"{list(shape)} {'/'.join(sorted(dtypes))}"
-            wrong.append(f"{name} is {list(found_shape)} {found_dtype}, not {expected}")
+        shape, dtype = checkpoint.header(name)
+        dtypes = _FLOATS if spec.dtype is None else frozenset({_DTYPES[spec.dtype]})
+        same = _without_ones(shape) == _without_ones(spec.shape) if name in linears else shape == spec.shape
+        if not same or dtype not in dtypes:
+            expected = f"{list(spec.shape)} {'/'.join(sorted(dtypes))}"
+            wrong.append(f"{name} is {list(shape)} {dtype}, not {expected}")
     problems = [f"missing: {', '.join(missing)}"] if missing else []
     if problems or wrong:
         raise CheckpointError(f"{checkpoint.path} is not whole: {'; '.join([*problems, *wrong])}")
 
 
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """One scale is written as [] or [1], one per row as [N] or [N, 1], by different tools."""
+    return tuple(length for length in shape if length != 1)
+
+
 def required_tensors(config: ModelConfig, quantization: Quantization) -> dict[str, TensorSpec]:
-    """Full name -> shape and dtype (None: any float) of every tensor that the model is built from."""
-    tensors = {name: TensorSpec(shape, None) for name, shape in names.global_tensors(config).items()}
+    """Full name -> shape and dtype (None: any float) of every tensor of a model in our own dialect."""
+    tensors = _outside_linears(config)
     for i in range(config.num_layers):
         prefix = names.layer_prefix(config, i)
-        dense = names.layer_tensors(config, i)
         for module in names.layer_modules(config):
-            dense.pop(f"{prefix}{module}.weight")
             specs = quantization.scheme(prefix + module).specs(*names.linear_shape(config, module))
             tensors |= {f"{prefix}{module}.{suffix}": spec for suffix, spec in specs.items()}
-        tensors |= {name: TensorSpec(shape, None) for name, shape in dense.items()}
     return tensors
+
+
+def _outside_linears(config: ModelConfig) -> dict[str, TensorSpec]:
+    """The tensors that no scheme has a say in: embeddings, head, norms and biases."""
+    shapes = dict(names.global_tensors(config))
+    for i in range(config.num_layers):
+        shapes |= names.layer_tensors(config, i)
+    for module in names.all_modules(config):
+        del shapes[f"{module}.weight"]
+    return {name: TensorSpec(shape, None) for name, shape in shapes.items()}

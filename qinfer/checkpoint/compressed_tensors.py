@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from qinfer.checkpoint.files import read_json
+from qinfer.checkpoint.stored import Stored
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.quant import FORMAT, W4A16, Dense, Scheme, W8A8Fp8, W8A8Int8, W8A16Int8, scheme_from_group
 
@@ -31,7 +32,15 @@ SUPPORTED = f"{METHOD} (int8, fp8 and int4 as qinfer writes them)"
 # the version whose reader the configurations are written for; informational
 _VERSION = "0.17.0"
 _WRAPPERS = frozenset({"model", "language_model", "text_model"})
-_SEPARATE_FILES = ("quantize_config.json", "hf_quant_config.json", "quantization_config.json")
+# files that say how weights are stored, and whose they are where they do not say that themselves
+_SEPARATE_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+    "quantization_config.json": METHOD,
+}
+# what two descriptions of the same weights must agree on, where both say it
+_DECIDING = ("bits", "group_size", "sym", "zero_point", "desc_act", "checkpoint_format", "quant_algo")
 # preset names that compressed-tensors accepts in place of a scheme, where a scheme of ours is meant
 _PRESETS: dict[str, Scheme] = {
     "W8A8": W8A8Int8(),
@@ -53,14 +62,24 @@ class SchemeGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Quantization:
-    """Which scheme each linear has; without groups the model is not quantized."""
+    """Which scheme each linear has; a model with neither groups nor stored linears is not quantized.
+
+    `stored` are the linears of a checkpoint in another tool's dialect, `method`, by full name.
+    """
 
     groups: tuple[SchemeGroup, ...] = ()
     ignore: tuple[str, ...] = ()
     kv_cache_scheme: dict[str, Any] | None = None
+    method: str = METHOD
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.groups or self.stored)
 
     def scheme(self, module: str) -> Scheme:
         """Scheme of a linear by its full name; Dense() when it is ignored or no group targets it."""
+        if module in self.stored:
+            return self.stored[module].scheme
         if not any(matches(entry, module) for entry in self.ignore):
             for group in self.groups:
                 if any(matches(target, module) for target in group.targets):
@@ -120,8 +139,7 @@ def quantization_config(scheme: Scheme, *, ignore: Sequence[str]) -> dict[str, A
 def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The model's quantization_config, wherever it stands; None for an unquantized model.
 
-    Raises CheckpointError when two places disagree, UnsupportedModelError when only another tool's file
-    says how the weights are stored.
+    Raises CheckpointError when two places disagree.
     """
     inner = raw_config.get("text_config") or {}
     found: dict[str, dict[str, Any]] = {}
@@ -129,18 +147,38 @@ def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dic
         for key in ("quantization_config", "compression_config"):
             if holder.get(key):
                 found[f"{key} of {where}"] = holder[key]
-    for name in _SEPARATE_FILES:
+    for name, method in _SEPARATE_FILES.items():
         if (folder / name).is_file():
-            found[name] = read_json(folder / name)
+            found[name] = {"quant_method": method, **read_json(folder / name)}
     first = next(iter(found), None)
     if first is None:
         return None
     for where, config in found.items():
-        if config != found[first]:
+        if not _agree(found[first], config):
             raise CheckpointError(
                 f"{folder}: {first} and {where} disagree on how weights are quantized; remove the wrong one"
             )
     return found[first]
+
+
+def method_of(raw: Mapping[str, Any]) -> str:
+    """The tool whose dialect a quantization_config is written in, with "-" for "_" in our own's name."""
+    method = raw.get("quant_method")
+    if method is None and raw.get("config_groups"):
+        return METHOD
+    if method is None and (raw.get("producer") or {}).get("name") == "modelopt":
+        return "modelopt"
+    return METHOD if str(method).replace("_", "-") == METHOD else str(method)
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two descriptions may be of the same weights; ours must be equal, others in what decides."""
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or method_of(one) != method_of(other):
+        return one == other
+    if method_of(one) == METHOD:
+        return {**one, "quant_method": METHOD} == {**other, "quant_method": METHOD}
+    one, other = (config.get("quantization") or config for config in (one, other))
+    return all(str(one[key]) == str(other[key]) for key in _DECIDING if key in one and key in other)
 
 
 def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
@@ -172,11 +210,11 @@ def _check_pattern(entry: object) -> None:
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    method = raw.get("quant_method", METHOD if raw.get("config_groups") else None)
-    if str(method).replace("_", "-") != METHOD:
-        tool = (raw.get("producer") or {}).get("name")
-        said = repr(method) if method or not tool else f"of {tool}"
-        raise UnsupportedModelError(f"quantization method {said} is not supported; supported: {SUPPORTED}")
+    if method_of(raw) != METHOD:
+        method = raw.get("quant_method") or method_of(raw)
+        raise UnsupportedModelError(
+            f"quantization method {method!r} is not supported; supported: {SUPPORTED}"
+        )
     if not isinstance(raw.get("config_groups"), Mapping) or not raw["config_groups"]:
         raise UnsupportedModelError(f"quantization_config has no config_groups; supported: {SUPPORTED}")
     for key in ("sparsity_config", "transform_config"):

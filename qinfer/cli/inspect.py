@@ -56,7 +56,7 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
                 name = layer_prefix(config, i) + module
                 scheme, shape = checkpoint.scheme(name), linear_shape(config, module)
                 num_bytes = sum(
-                    _tensor_bytes(checkpoint, f"{name}.{suffix}") for suffix in scheme.specs(*shape)
+                    _tensor_bytes(checkpoint, f"{name}.{suffix}") for suffix in checkpoint.module_specs(name)
                 )
                 seen += num_bytes
                 row = sums.setdefault((group.name, scheme.label), Counter())
@@ -75,7 +75,7 @@ def _tensor_bytes(checkpoint: Checkpoint, name: str) -> int:
 
 
 # dtype names of a safetensors header
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1} | {
+_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1} | {
     "I64": 8,
     "I32": 4,
     "I16": 2,
@@ -87,12 +87,10 @@ _DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2"
 
 def _gate(checkpoint: Checkpoint) -> dict[str, Any]:
     """Whether it would be served now, and the verdict with its reasons and measures where there is one."""
-    from qinfer.evals import certificate
+    from qinfer.evals import certificate, clearance
 
     try:
-        status = certificate.require(
-            checkpoint.path, is_quantized=checkpoint.is_quantized, kv_cache_dtype="auto", allow_ungated=False
-        )
+        status = clearance.require(checkpoint.path, kind="quantized" if checkpoint.is_quantized else "dense")
         told = {"state": status.state, "line": status.line}
     except GateError as error:
         told = {"state": "refused", "line": str(error)}

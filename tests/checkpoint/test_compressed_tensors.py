@@ -164,8 +164,8 @@ def test_q21_two_places_that_disagree(tmp_path: Path) -> None:
             {"quant_method": "gptq", "bits": "4"},
             "method 'gptq' is not supported; supported: compressed-tensors",
         ),
-        ({"bits": 4, "group_size": 128}, "method None is not supported"),
-        ({"producer": {"name": "modelopt"}, "quantization": {}}, "method of modelopt is not supported"),
+        ({"bits": 4, "group_size": 128}, "method 'None' is not supported"),
+        ({"producer": {"name": "modelopt"}, "quantization": {}}, "method 'modelopt' is not supported"),
         ({"quant_method": "compressed-tensors"}, "has no config_groups"),
         ({**OURS, "sparsity_config": {"format": "sparse-24-bitmask"}}, "has a sparsity_config"),
         ({**OURS, "transform_config": {"config_groups": {"R1": {}}}}, "has a transform_config"),
@@ -178,8 +178,24 @@ def test_q21_what_cannot_be_read_is_refused_by_name(raw: dict, said: str) -> Non
         read_quantization(raw)
 
 
-@pytest.mark.parametrize("name", ["quantize_config.json", "hf_quant_config.json"])
-def test_q21_another_tools_file_is_never_taken_for_a_dense_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
+)
+def test_q21_another_tools_file_names_its_tool(name: str, method: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text(json.dumps({"bits": 4, "group_size": 128, "desc_act": True}))
-    with pytest.raises(UnsupportedModelError, match="supported: compressed-tensors"):
-        read_quantization(find_quantization_config(tmp_path, {}))
+    found = find_quantization_config(tmp_path, {})
+    assert found is not None
+    assert found["quant_method"] == method
+    with pytest.raises(UnsupportedModelError, match=f"'{method}'.* supported: compressed-tensors"):
+        read_quantization(found)  # which reads compressed-tensors alone: see dialects.py
+
+
+def test_q21_two_descriptions_in_one_dialect_must_agree_in_what_decides(tmp_path: Path) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "meta": {"quantizer": "x"}}
+    own = {"bits": "4", "group_size": 128, "desc_act": False}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(own))
+    assert find_quantization_config(tmp_path, {"quantization_config": config}) == config
+    (tmp_path / "quantize_config.json").write_text(json.dumps({**own, "group_size": 64}))
+    with pytest.raises(CheckpointError, match=r"quantize_config.json disagree"):
+        find_quantization_config(tmp_path, {"quantization_config": config})
