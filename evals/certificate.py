@@ -1,15 +1,13 @@
-"""The gate's verdict on paper: `qinfer_gate.json` beside the checkpoint, and who may serve on it.
+"""The gate's verdict on paper: `qinfer_gate.json` beside the checkpoint.
 
-A certificate says: *these* bytes were compared with that source, on that text, through that engine with
-that KV cache, and this was the verdict. It is bound to the bytes by the SHA-256 of every file that decides
-what the model computes or what tokens it sees: weights, index, config, tokenizer, chat template. `require`
-reads it before a quantized checkpoint is served and refuses a verdict that is failed, undecided, missing,
-unreadable or stale. Stale means: any of those files was changed, added or removed since, or the KV cache to
-be used is riskier than the one measured (float32 < bfloat16 = float16 < int8 < fp8; a safer one is fine), or
-the head is to be int8 and was not.
-Files are hashed in streams and nothing is cached: a cached hash would trust a time stamp. Not covered is
-`generation_config.json`: it holds sampling defaults, which the gate does not measure. Standard library only,
-so that refusing costs no torch.
+A certificate says: *these* bytes were compared with that source, on that text, through that engine with that
+KV cache, and this was the verdict. It is bound to the bytes by the SHA-256 of every file that decides what
+the model computes or what tokens it sees: weights, index, config, tokenizer, chat template, and whatever
+else lies there as JSON. Not covered are sampling defaults (`generation_config.json`), which the gate does not
+measure, and what qinfer writes itself. It says when it expires, and may carry a signature.
+
+`clearance` reads it before a checkpoint is served. Nothing is cached: a cached hash would trust a time stamp.
+Standard library only, so that refusing costs no torch.
 """
 
 from __future__ import annotations
@@ -17,21 +15,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qinfer.errors import GateError, UserError
 
+if TYPE_CHECKING:
+    from qinfer.evals.signature import Signer
+
 CERTIFICATE_NAME = "qinfer_gate.json"
 REPORT_NAME = "qinfer_gate.md"
-FORMAT = 1
+FORMAT = 2
 KV_RISK: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 1, "int8": 2, "fp8": 3}
-_COVERED = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
@@ -39,8 +38,10 @@ _COVERED = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "chat_template.*",
 )
+_COVERED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "chat_template.*")
+_NOT_COVERED = ("generation_config.json", "quantize_report.json")  # and what begins with "qinfer_"
+_BLOCK = 1 << 20  # bytes hashed at a time
 
 
 class GateStatus(NamedTuple):
@@ -50,28 +51,69 @@ class GateStatus(NamedTuple):
     line: str
 
 
+def covered_files(checkpoint: Path) -> dict[str, Path]:
+    """Every file of the folder that the certificate covers, by name."""
+    found = {path.name: path for pattern in _COVERED for path in checkpoint.glob(pattern)}
+    left_out = {name for name in found if name.startswith("qinfer_")} | {*_NOT_COVERED}
+    return {name: found[name] for name in sorted(found) if name not in left_out}
+
+
 def hash_files(checkpoint: Path) -> dict[str, str]:
     """SHA-256 (hex) of every file of the folder that the certificate covers, by file name."""
-    paths = sorted({path for pattern in _COVERED for path in checkpoint.glob(pattern)})
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
-        return dict(zip((path.name for path in paths), pool.map(_sha256, paths), strict=True))
+    return hash_all(covered_files(checkpoint))
 
 
-def write(checkpoint: Path, contents: Mapping[str, Any], hashes: Mapping[str, str], report: str) -> Path:
+def hash_all(files: Mapping[str, Path]) -> dict[str, str]:
+    """SHA-256 (hex) of each, on a few threads: hashlib gives up the interpreter's lock."""
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
+
+
+def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
+    """SHA-256 (hex) of a file, read in blocks; of what was read so far, once `stopped` says so."""
+    digest = hashlib.sha256()
+    block = bytearray(_BLOCK)
+    view = memoryview(block)
+    with path.open("rb", buffering=0) as file:
+        while not stopped() and (size := file.readinto(block)):
+            digest.update(view[:size])
+    return digest.hexdigest()
+
+
+def write(
+    checkpoint: Path,
+    contents: Mapping[str, Any],
+    hashes: Mapping[str, str],
+    report: str,
+    *,
+    signer: Signer | None = None,
+    valid_days: int | None = None,
+) -> Path:
     """Writes the certificate (JSON, without NaN) and its Markdown report; returns the certificate's path.
 
     `contents` holds at least `verdict`, `reasons` and `settings` with `kv_cache_dtype`; `hashes` are those of
     `hash_files` taken before the checkpoint was loaded, so that a file changed while it was being measured
     makes the verdict stale. Raises UserError where the folder cannot be written to.
     """
-    document = {"format": FORMAT, **contents, "hashes": dict(hashes)}
-    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    try:
-        _replace(checkpoint / REPORT_NAME, report)
-        _replace(checkpoint / CERTIFICATE_NAME, text)
-    except OSError as error:
-        raise UserError(f"the certificate cannot be written to {checkpoint}: {error.strerror}") from error
-    return checkpoint / CERTIFICATE_NAME
+    now = datetime.now(UTC).replace(microsecond=0)
+    document = {
+        "format": FORMAT,
+        **contents,
+        "made_at": now.isoformat(),
+        "expires": _expiry(contents["settings"], now, valid_days),
+        "hashes": dict(hashes),
+    }
+    if signer is not None:
+        document["signature"] = signer.sign(document)
+    return _put(checkpoint, document, report)
+
+
+def sign(checkpoint: Path, signer: Signer) -> dict[str, Any]:
+    """Signs the certificate that lies there, whatever its verdict; returns it. GateError where none does."""
+    document = read(checkpoint)
+    document["signature"] = signer.sign(document)
+    _put(checkpoint, document)
+    return document
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
@@ -86,46 +128,6 @@ def read(checkpoint: Path) -> dict[str, Any]:
     if not _well_formed(document):
         raise GateError(f"{path} is not a certificate of format {FORMAT}")
     return dict(document)
-
-
-def require(
-    checkpoint: Path,
-    *,
-    is_quantized: bool,
-    kv_cache_dtype: str,
-    allow_ungated: bool,
-    lm_head_dtype: str = "auto",
-) -> GateStatus:
-    """Says whether the checkpoint may be served with that KV cache and head; a dense one always may.
-
-    `kv_cache_dtype` is a key of KV_RISK, "fp8_e4m3" or "auto" (what config.json says). Raises GateError,
-    one line with the reason and the way to a verdict, unless `allow_ungated`, and UserError for an unknown
-    dtype.
-    """
-    if not is_quantized:
-        return GateStatus("dense", "dense weights: no verdict needed")
-    kv_cache_dtype = resolve_kv_cache_dtype(kv_cache_dtype, checkpoint)
-    try:
-        document = read(checkpoint)
-        _check(checkpoint, document, kv_cache_dtype, lm_head_dtype)
-    except GateError as error:
-        if allow_ungated:
-            return GateStatus("ungated", f"served without a valid verdict of the gate: {error}")
-        raise GateError(
-            f"{error}; get a verdict with `qinfer eval {checkpoint} --against REF{_option(lm_head_dtype)}`, "
-            "or serve it all the same with --allow-ungated (allow_ungated=True)"
-        ) from None
-    return GateStatus("passed", f"gate passed: {document['reasons'][0] if document['reasons'] else 'PASS'}")
-
-
-def require_dummy(*, allow_ungated: bool) -> GateStatus:
-    """What there is to say of random weights; raises GateError unless `allow_ungated`."""
-    if not allow_ungated:
-        raise GateError(
-            "dummy weights are random numbers, which no gate judges: they are there to be measured "
-            "(`qinfer bench`); serve them all the same with --allow-ungated (allow_ungated=True)"
-        )
-    return GateStatus("ungated", "dummy weights: random numbers, which no gate judges")
 
 
 def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
@@ -147,33 +149,27 @@ def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
     return name
 
 
-def _option(lm_head_dtype: str) -> str:
-    """What the command needs so that its verdict covers this head."""
-    return "" if lm_head_dtype == "auto" else f" --lm-head-dtype {lm_head_dtype}"
+def series(version: str) -> str:
+    """ "0.3" of "0.3.1": within a series of qinfer a checkpoint computes what it was judged by."""
+    return ".".join(version.split(".")[:2])
 
 
-def _check(checkpoint: Path, document: Mapping[str, Any], kv_cache_dtype: str, lm_head_dtype: str) -> None:
-    """Raises GateError with the first reason why the certificate does not cover serving."""
-    if document["verdict"] != "PASS":
-        because = f" ({document['reasons'][0]})" if document["reasons"] else ""
-        raise GateError(f"the gate's verdict on {checkpoint} is {document['verdict']}{because}")
-    measured = document["settings"]["kv_cache_dtype"]
-    if not KV_RISK[kv_cache_dtype] <= KV_RISK[measured]:
-        raise GateError(
-            f"the verdict on {checkpoint} was measured with a {measured} KV cache "
-            f"and does not cover {kv_cache_dtype}"
-        )
-    if lm_head_dtype not in ("auto", document["settings"].get("lm_head_dtype", "auto")):
-        raise GateError(
-            f"the verdict on {checkpoint} was measured with a dense lm_head "
-            f"and does not cover {lm_head_dtype}"
-        )
-    then, now = document["hashes"], hash_files(checkpoint)
-    changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
-    if changed:
-        raise GateError(
-            f"the verdict on {checkpoint} is stale: {', '.join(changed)} changed since it was given"
-        )
+def _expiry(settings: Mapping[str, Any], now: datetime, valid_days: int | None) -> dict[str, Any]:
+    """When the verdict ends, for `clearance` to obey and for a person to read."""
+    version = settings.get("qinfer")
+    end = None if valid_days is None else (now + timedelta(days=valid_days)).isoformat()
+    rules = [
+        "any file under `hashes` changed, or one of such a name added or removed",
+        f"a KV cache riskier than {settings['kv_cache_dtype']}",
+        "another tokenizer or chat template than the folder's",
+    ]
+    if settings.get("lm_head_dtype", "auto") == "auto":
+        rules.append("an lm_head quantized while loading")
+    if version is not None:
+        rules.append(f"a qinfer other than {series(version)}")
+    if end is not None:
+        rules.append(f"after {end}")
+    return {"at": end, "qinfer": None if version is None else series(version), "rules": rules}
 
 
 def _well_formed(document: object) -> bool:
@@ -186,12 +182,28 @@ def _well_formed(document: object) -> bool:
         and isinstance(document.get("settings"), dict)
         and document["settings"].get("kv_cache_dtype") in KV_RISK
         and isinstance(document.get("hashes"), dict)
+        and isinstance(document.get("expires"), dict)
+        and _is_time(document["expires"].get("at"))
     )
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _is_time(value: object) -> bool:
+    """Whether it is None or a time with its zone."""
+    try:
+        return value is None or datetime.fromisoformat(str(value)).tzinfo is not None
+    except ValueError:
+        return False
+
+
+def _put(checkpoint: Path, document: Mapping[str, Any], report: str | None = None) -> Path:
+    text = json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    try:
+        if report is not None:
+            _replace(checkpoint / REPORT_NAME, report)
+        _replace(checkpoint / CERTIFICATE_NAME, text)
+    except OSError as error:
+        raise UserError(f"the certificate cannot be written to {checkpoint}: {error.strerror}") from error
+    return checkpoint / CERTIFICATE_NAME
 
 
 def _replace(path: Path, text: str) -> None:

@@ -76,6 +76,7 @@ class LLM:
         revision: str | None = None,
         seed: int = 0,
         allow_ungated: bool = False,
+        trust: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
         chat_template: str | None = None,
         served_model_name: str | Sequence[str] | None = None,
         hf_token: str | None = None,
@@ -91,6 +92,7 @@ class LLM:
         Bytes may be numbers or texts such as memory="24GiB". lm_head_dtype="int8" quantizes the head, and
         it alone, while loading. load_format="dummy" makes random weights, for which config.json is enough,
         in the `scheme` (and w4a16's `group_size`, `symmetric`) given, else in the model's own.
+        `trust` names files of public keys, of which one must have signed the verdict.
         Raises UserError for what cannot be loaded or does not fit, GateError for a quantized checkpoint
         without a passing verdict (unless `allow_ungated`).
         """
@@ -116,18 +118,30 @@ class LLM:
             str(model_dtype).removeprefix("torch."),
             checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
         )
-        self.gate: GateStatus = judge(checkpoint, kv_cache_dtype, lm_head_dtype, allow_ungated=allow_ungated)
         device = model_device()
-        require_weights_fit(self.weight_bytes, space_of(device), options)
-        self.tokenizer: Tokenizer | None = None
-        if not skip_tokenizer_init:
-            self.tokenizer = find_tokenizer(
-                checkpoint, tokenizer, chat_template=chat_template, token=hf_token
-            )
-        self.engine = Engine(
-            load_decoder(
+        clearance = judge(
+            checkpoint,
+            kv_cache_dtype,
+            lm_head_dtype,
+            allow_ungated=allow_ungated,
+            tokenizer=tokenizer,
+            chat_template=chat_template,
+            hf_token=hf_token,
+            trust=[trust] if isinstance(trust, str | os.PathLike) else trust,
+        )
+        with clearance:  # the weights are hashed while they are loaded
+            require_weights_fit(self.weight_bytes, space_of(device), options)
+            self.tokenizer: Tokenizer | None = None
+            if not skip_tokenizer_init:
+                self.tokenizer = find_tokenizer(
+                    checkpoint, tokenizer, chat_template=chat_template, token=hf_token
+                )
+            decoder = load_decoder(
                 checkpoint, device=device, dtype=model_dtype, lm_head_dtype=lm_head_dtype, progress=True
-            ),
+            )
+            self.gate: GateStatus = clearance.result()
+        self.engine = Engine(
+            decoder,
             self.tokenizer,
             replace(options, kv_cache_dtype=kv_cache_dtype),
             kv_scales=scales_in(checkpoint),

@@ -9,14 +9,17 @@ without a verdict. Where such a folder has no tokenizer either, the model takes 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from qinfer import hub
+from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
 from qinfer.errors import UserError
-from qinfer.evals.certificate import GateStatus, require, require_dummy
-from qinfer.tokenizer import Tokenizer, has_tokenizer
+from qinfer.evals.clearance import Clearance, Kind, Use
+from qinfer.tokenizer import Tokenizer, has_tokenizer, read_template
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
@@ -63,17 +66,34 @@ def open_model(
 
 
 def judge(
-    checkpoint: Checkpoint, kv_cache_dtype: str, lm_head_dtype: str = "auto", *, allow_ungated: bool
-) -> GateStatus:
-    """What the gate says of serving it with that KV cache and head; raises GateError unless it may be."""
-    if isinstance(checkpoint, DummyCheckpoint):
-        return require_dummy(allow_ungated=allow_ungated)
-    return require(
+    checkpoint: Checkpoint,
+    kv_cache_dtype: str,
+    lm_head_dtype: str = "auto",
+    *,
+    allow_ungated: bool,
+    tokenizer: str | os.PathLike[str] | None = None,
+    chat_template: str | None = None,
+    hf_token: str | None = None,
+    trust: Sequence[str | os.PathLike[str]] = (),
+) -> Clearance:
+    """Begins to check that the gate lets it be served so; raises GateError where it surely does not.
+
+    What is returned hashes the weights meanwhile; its `result` gives the status, or raises GateError.
+    """
+    kind: Kind = "quantized" if checkpoint.is_quantized else "dense"
+    use = Use(
+        kv_cache_dtype,
+        lm_head_dtype,
+        None if tokenizer is None else hub.resolve(tokenizer, token=hf_token),
+        None if chat_template is None else read_template(chat_template),
+        tuple(Path(key) for key in trust),
+        model_device().type,
+    )
+    return Clearance(
         checkpoint.path,
-        is_quantized=checkpoint.is_quantized,
-        kv_cache_dtype=kv_cache_dtype,
+        use,
+        "dummy" if isinstance(checkpoint, DummyCheckpoint) else kind,
         allow_ungated=allow_ungated,
-        lm_head_dtype=lm_head_dtype,
     )
 
 

@@ -80,7 +80,7 @@ class Tokenizer:
         kind of tokenizer that no supported model has.
         """
         path = Path(path)
-        template = None if chat_template is None else _read_template(chat_template)
+        template = None if chat_template is None else read_template(chat_template)
         eos: list[int] = []
         for name in ("config.json", "generation_config.json"):
             if (path / name).is_file():
@@ -227,7 +227,8 @@ def _load_hf(path: Path) -> Any:
     return hf
 
 
-def _read_template(chat_template: str) -> str:
+def read_template(chat_template: str) -> str:
+    """The text of a template that is given inline or as a file; UserError where it is neither."""
     if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
         return chat_template
     path = Path(chat_template).expanduser()

@@ -1,0 +1,241 @@
+"""Who may serve: whether a certificate covers these bytes, used in this way, now.
+
+A quantized checkpoint is refused when its verdict is failed, undecided, missing, unreadable, expired or
+stale, or not signed by a trusted key where one is demanded. Stale means: a covered file was changed, added or
+removed since; the KV cache to be used is riskier than the one measured (float32 < bfloat16 = float16 < int8
+< fp8; a safer one is fine); the head is to be int8 and was not; another tokenizer or chat template is given.
+
+All that can be known at once is checked when a `Clearance` is made. The weights are hashed on threads of
+their own while they are loaded, and `result` waits for that: nothing is served before it has returned. A
+file whose time or size differs between the two ends is as stale as one with another hash.
+
+Where a person allows it, an ungated checkpoint is served all the same, and everything says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import qinfer
+from qinfer.errors import GateError
+from qinfer.evals import signature
+from qinfer.evals.certificate import (
+    KV_RISK,
+    TOKENIZER_FILES,
+    GateStatus,
+    covered_files,
+    hash_all,
+    hash_file,
+    read,
+    resolve_kv_cache_dtype,
+    series,
+)
+
+Kind = Literal["dense", "quantized", "dummy"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a checkpoint is to be served, as far as a verdict depends on it."""
+
+    kv_cache_dtype: str = "auto"  # a key of KV_RISK, "fp8_e4m3" or "auto": what config.json says
+    lm_head_dtype: str = "auto"
+    tokenizer: Path | None = None  # another folder's
+    chat_template: str | None = None  # the text of another one
+    trust: tuple[Path, ...] = ()  # public keys, one of which must have signed
+    device: str | None = None  # "cpu" or "cuda"; another than the measured one is said, not refused
+
+
+class Clearance:
+    """A check under way; a context, at whose end hashing stops. `result` gives the status.
+
+    Dense weights need no verdict, dummy ones can have none. Raises GateError, one line with the reason and
+    the way to a verdict, unless `allow_ungated`; UserError for an unknown KV dtype or a file that is no key.
+    """
+
+    def __init__(
+        self, checkpoint: Path, use: Use, kind: Kind = "quantized", *, allow_ungated: bool = False
+    ) -> None:
+        self._checkpoint, self._use, self._allow = checkpoint, use, allow_ungated
+        self._stopped = threading.Event()
+        self._threads: ThreadPoolExecutor | None = None
+        self._hashes: dict[str, Future[str]] = {}
+        self._status: GateStatus | None = None
+        if kind == "dense":
+            self._status = GateStatus("dense", "dense weights: no verdict needed")
+            return
+        if kind == "dummy":
+            self._status = _dummy_status(allow_ungated)
+            return
+        try:
+            self._document = _document(checkpoint, use)
+            weights = _check_small_files(checkpoint, self._document["hashes"])
+        except GateError as error:
+            self._status = self._refused(error)
+            return
+        self._marks = {name: _mark(path) for name, path in weights.items()}
+        self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "qinfer-hash")
+        for name, path in weights.items():
+            self._hashes[name] = self._threads.submit(hash_file, path, self._stopped.is_set)
+
+    def __enter__(self) -> Clearance:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def result(self) -> GateStatus:
+        """Waits for the hashes of the weights and says on what verdict the checkpoint is served."""
+        if self._status is None:
+            try:
+                self._check_weights()
+                self._status = GateStatus("passed", _line(self._document, self._use))
+            except GateError as error:
+                self._status = self._refused(error)
+        if self._status.state == "ungated":
+            logger.warning("%s", self._status.line)
+        return self._status
+
+    def _check_weights(self) -> None:
+        then = self._document["hashes"]
+        now = {name: future.result() for name, future in self._hashes.items()}
+        moved = {name for name, mark in self._marks.items() if _mark(self._checkpoint / name) != mark}
+        _refuse_changed(self._checkpoint, moved | {name for name in now if now[name] != then[name]})
+
+    def _refused(self, error: GateError) -> GateStatus:
+        if self._allow:
+            return GateStatus("ungated", f"served without a valid verdict of the gate: {error}")
+        head = self._use.lm_head_dtype
+        option = "" if head == "auto" else f" --lm-head-dtype {head}"
+        raise GateError(
+            f"{error}; get a verdict with `qinfer eval {self._checkpoint} --against REF{option}`, "
+            "or serve it all the same with --allow-ungated (allow_ungated=True)"
+        ) from None
+
+
+def require(
+    checkpoint: Path, use: Use | None = None, kind: Kind = "quantized", *, allow_ungated: bool = False
+) -> GateStatus:
+    """The whole check at once, without loading anything; raises like `Clearance`."""
+    with Clearance(checkpoint, use or Use(), kind, allow_ungated=allow_ungated) as clearance:
+        return clearance.result()
+
+
+def _dummy_status(allow_ungated: bool) -> GateStatus:
+    if not allow_ungated:
+        raise GateError(
+            "dummy weights are random numbers, which no gate judges: they are there to be measured "
+            "(`qinfer bench`); serve them all the same with --allow-ungated (allow_ungated=True)"
+        )
+    return GateStatus("ungated", "dummy weights: random numbers, which no gate judges")
+
+
+def _document(checkpoint: Path, use: Use) -> dict[str, Any]:
+    """The certificate, once it covers such a use; GateError with the first reason why it does not."""
+    kv_cache_dtype = resolve_kv_cache_dtype(use.kv_cache_dtype, checkpoint)
+    document = read(checkpoint)
+    if use.trust:
+        try:
+            signature.check(document, use.trust)
+        except GateError as error:
+            raise GateError(f"the verdict on {checkpoint} is not to be trusted: {error}") from None
+    if document["verdict"] != "PASS":
+        because = f" ({document['reasons'][0]})" if document["reasons"] else ""
+        raise GateError(f"the gate's verdict on {checkpoint} is {document['verdict']}{because}")
+    _check_expiry(checkpoint, document["expires"], datetime.now(UTC))
+    measured = document["settings"]["kv_cache_dtype"]
+    if not KV_RISK[kv_cache_dtype] <= KV_RISK[measured]:
+        raise GateError(
+            f"the verdict on {checkpoint} was measured with a {measured} KV cache "
+            f"and does not cover {kv_cache_dtype}"
+        )
+    if use.lm_head_dtype not in ("auto", document["settings"].get("lm_head_dtype", "auto")):
+        raise GateError(
+            f"the verdict on {checkpoint} was measured with a dense lm_head "
+            f"and does not cover {use.lm_head_dtype}"
+        )
+    _check_reading(checkpoint, document["hashes"], use)
+    return document
+
+
+def _check_expiry(checkpoint: Path, expires: Mapping[str, Any], now: datetime) -> None:
+    end, known = expires.get("at"), expires.get("qinfer")
+    if end is not None and now >= datetime.fromisoformat(end):
+        raise GateError(f"the verdict on {checkpoint} expired at {end}")
+    if known not in (None, series(qinfer.__version__)):
+        raise GateError(
+            f"the verdict on {checkpoint} was given by qinfer {known} and this is {qinfer.__version__}, "
+            "whose numbers may differ"
+        )
+
+
+def _check_reading(checkpoint: Path, then: Mapping[str, str], use: Use) -> None:
+    """Refuses another tokenizer or chat template than the one the verdict was measured with."""
+    if use.tokenizer is not None:
+        there = {name: path for name in TOKENIZER_FILES if (path := use.tokenizer / name).is_file()}
+        ours = {name: then[name] for name in TOKENIZER_FILES if name in then}
+        if hash_all(there) != ours:
+            raise GateError(
+                f"the verdict on {checkpoint} was measured with its own tokenizer "
+                f"and does not cover that of {use.tokenizer}"
+            )
+    if use.chat_template is not None:
+        given = sha256(use.chat_template.encode("utf-8", "surrogatepass")).hexdigest()
+        if given != then.get("chat_template.jinja"):
+            raise GateError(
+                f"the verdict on {checkpoint} was measured with its own chat template and does not cover "
+                "another (put it into the folder as chat_template.jinja and judge that)"
+            )
+
+
+def _check_small_files(checkpoint: Path, then: Mapping[str, str]) -> dict[str, Path]:
+    """Weight files, which are left to be hashed, once all other files are as they were."""
+    now = covered_files(checkpoint)
+    small = {name: path for name, path in now.items() if path.suffix != ".safetensors"}
+    hashes = hash_all(small)
+    _refuse_changed(
+        checkpoint, then.keys() ^ now.keys() | {name for name in small if then.get(name) != hashes[name]}
+    )
+    return {name: path for name, path in now.items() if name not in small}
+
+
+def _refuse_changed(checkpoint: Path, names: set[str]) -> None:
+    if names:
+        raise GateError(
+            f"the verdict on {checkpoint} is stale: {', '.join(sorted(names))} changed since it was given"
+        )
+
+
+def _mark(path: Path) -> Sequence[int] | None:
+    """What differs when a file was written to or replaced; None where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _line(document: Mapping[str, Any], use: Use) -> str:
+    said = f"gate passed: {document['reasons'][0] if document['reasons'] else 'PASS'}"
+    if use.trust:
+        said += f"; signed by {signature.signed_by(document)}"
+    measured = document["settings"].get("device")
+    if use.device is not None and measured not in (None, use.device):
+        said += f"; measured on {measured}, served on {use.device} by other kernels"
+    return said

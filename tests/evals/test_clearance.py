@@ -1,0 +1,272 @@
+"""A certificate lets exactly those bytes be served that were measured, in no riskier way, while it lasts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qinfer
+from qinfer.errors import GateError, UserError
+from qinfer.evals import certificate, clearance
+from qinfer.evals.certificate import GateStatus
+from qinfer.evals.clearance import Clearance, Use
+from qinfer.evals.signature import Signer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "config.json").write_text('{"dtype": "bfloat16"}')
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text("{}")
+    return folder
+
+
+def certify(
+    folder: Path, verdict: str = "PASS", *, settings: dict[str, Any] | None = None, **options
+) -> None:
+    contents = {
+        "verdict": verdict,
+        "reasons": ["KL is low" if verdict == "PASS" else "mean KL too high"],
+        "settings": {"kv_cache_dtype": "bfloat16", "qinfer": qinfer.__version__, **(settings or {})},
+    }
+    certificate.write(folder, contents, certificate.hash_files(folder), f"# {verdict}\n", **options)
+
+
+def require(folder: Path, *, allow_ungated: bool = False, **use: Any) -> GateStatus:
+    return clearance.require(folder, Use(**use), allow_ungated=allow_ungated)
+
+
+def test_dense_needs_no_certificate(folder: Path) -> None:
+    assert clearance.require(folder, kind="dense").state == "dense"
+
+
+def test_dummy_weights_are_judged_by_nobody(folder: Path) -> None:
+    certify(folder)
+    with pytest.raises(GateError, match="random numbers"):
+        clearance.require(folder, kind="dummy")
+    assert clearance.require(folder, kind="dummy", allow_ungated=True).state == "ungated"
+
+
+def test_pass_serves(folder: Path) -> None:
+    certify(folder)
+    assert require(folder) == ("passed", "gate passed: KL is low")
+
+
+@pytest.mark.parametrize("verdict", ["FAIL", "UNDECIDED", "pass", ""])
+def test_any_other_verdict_is_refused_in_one_line_that_names_the_way_out(folder: Path, verdict: str) -> None:
+    certify(folder, verdict)
+    with pytest.raises(GateError) as caught:
+        require(folder)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert "mean KL too high" in line
+    assert f"`qinfer eval {folder} --against REF`" in line
+    assert "--allow-ungated" in line
+
+
+def test_ungated_is_served_where_allowed_and_the_log_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(GateError, match="has no verdict"):
+        require(folder)
+    with caplog.at_level(logging.WARNING, "qinfer"):
+        status = require(folder, allow_ungated=True)
+    assert status.state == "ungated"
+    assert [record.message for record in caplog.records] == [status.line]
+    assert "served without a valid verdict of the gate" in status.line
+    certify(folder)
+    caplog.clear()
+    assert require(folder, allow_ungated=True).state == "passed"
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"]
+)
+def test_a_changed_or_removed_file_makes_it_stale(folder: Path, name: str) -> None:
+    certify(folder)
+    before = (folder / name).read_bytes()
+    (folder / name).write_bytes(before + b" ")
+    with pytest.raises(GateError, match=f"stale: {name}"):
+        require(folder, kv_cache_dtype="bfloat16")
+    (folder / name).unlink()
+    with pytest.raises(GateError, match=f"stale: {name}"):
+        require(folder, kv_cache_dtype="bfloat16")
+    (folder / name).write_bytes(before)
+    assert require(folder, kv_cache_dtype="bfloat16").state == "passed"
+
+
+def test_an_added_weight_or_template_makes_it_stale_and_sampling_defaults_do_not(folder: Path) -> None:
+    certify(folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert require(folder).state == "passed"
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"more")
+    with pytest.raises(GateError, match="stale: model-00002"):
+        require(folder)
+
+
+@pytest.mark.parametrize(
+    ("measured", "served", "allowed"),
+    [
+        ("float32", "float32", True),
+        ("float32", "bfloat16", False),
+        ("bfloat16", "float16", True),
+        ("bfloat16", "auto", True),
+        ("float32", "auto", False),
+        ("bfloat16", "int8", False),
+        ("int8", "bfloat16", True),
+        ("int8", "fp8", False),
+        ("fp8", "fp8_e4m3", True),
+        ("fp8", "int8", True),
+    ],
+)
+def test_a_riskier_kv_cache_is_not_covered(folder: Path, measured: str, served: str, allowed: bool) -> None:
+    certify(folder, settings={"kv_cache_dtype": measured})
+    if allowed:
+        assert require(folder, kv_cache_dtype=served).state == "passed"
+    else:
+        with pytest.raises(GateError, match=f"measured with a {measured} KV cache"):
+            require(folder, kv_cache_dtype=served)
+    with pytest.raises(UserError, match="unknown kv_cache_dtype 'int4'"):
+        require(folder, kv_cache_dtype="int4", allow_ungated=True)
+
+
+def test_an_int8_head_needs_a_verdict_measured_with_one(folder: Path) -> None:
+    certify(folder)
+    with pytest.raises(
+        GateError, match=r"measured with a dense lm_head.*--against REF --lm-head-dtype int8`"
+    ):
+        require(folder, lm_head_dtype="int8")
+    certify(folder, settings={"lm_head_dtype": "int8"})
+    assert require(folder, lm_head_dtype="int8").state == "passed"
+    assert require(folder).state == "passed"  # a dense one is nearer to the source
+
+
+def test_another_template_or_tokenizer_is_not_covered(folder: Path, tmp_path: Path) -> None:
+    certify(folder)
+    assert require(folder, chat_template="{{ messages }}").state == "passed"
+    with pytest.raises(GateError, match="its own chat template and does not cover another"):
+        require(folder, chat_template="{{ messages }} ")
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    assert require(folder, tokenizer=copy).state == "passed"
+    (copy / "merges.txt").write_text("a b")
+    with pytest.raises(GateError, match="its own tokenizer and does not cover that of"):
+        require(folder, tokenizer=copy)
+
+
+def test_it_ends_when_it_says(folder: Path) -> None:
+    certify(folder, valid_days=1)
+    assert require(folder).state == "passed"
+    certify(folder, valid_days=0)
+    with pytest.raises(GateError, match="expired at 20"):
+        require(folder)
+    assert require(folder, allow_ungated=True).state == "ungated"
+
+
+def test_another_qinfer_may_compute_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(qinfer, "__version__", "3.1.0")
+    certify(folder)
+    monkeypatch.setattr(qinfer, "__version__", "3.1.7")
+    assert require(folder).state == "passed"
+    monkeypatch.setattr(qinfer, "__version__", "3.2.0")
+    with pytest.raises(GateError, match=r"given by qinfer 3\.1 and this is 3\.2\.0"):
+        require(folder)
+
+
+def test_trust_demands_a_signature_by_that_key(folder: Path, keys, signer: Signer) -> None:
+    certify(folder)
+    with pytest.raises(GateError, match="is not to be trusted: it is not signed"):
+        require(folder, trust=(keys.public,))
+    status = require(folder, trust=(keys.public,), allow_ungated=True)
+    assert status.state == "ungated"
+    certify(folder, signer=signer)
+    status = require(folder, trust=(keys.public,))
+    assert status.state == "passed"
+    assert "signed by SHA256:" in status.line
+    forged = certificate.CERTIFICATE_NAME
+    (folder / forged).write_text((folder / forged).read_text().replace("KL is low", "KL is very low"))
+    with pytest.raises(GateError, match="changed after signing"):
+        require(folder, trust=(keys.public,))
+    certify(folder, "FAIL", signer=signer)  # a signature says who judged, not that it passed
+    with pytest.raises(GateError, match="is FAIL"):
+        require(folder, trust=(keys.public,))
+
+
+def test_other_kernels_are_said_and_not_refused(folder: Path) -> None:
+    certify(folder, settings={"device": "cpu"})
+    assert require(folder, device="cpu").line == "gate passed: KL is low"
+    assert require(folder, device="cuda").line.endswith("measured on cpu, served on cuda by other kernels")
+
+
+def test_weights_changed_while_they_were_measured_are_stale(folder: Path) -> None:
+    hashes = certificate.hash_files(folder)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    contents = {"verdict": "PASS", "reasons": [], "settings": {"kv_cache_dtype": "bfloat16"}}
+    certificate.write(folder, contents, hashes, "")
+    with pytest.raises(GateError, match=r"stale: model\.safetensors"):
+        require(folder)
+
+
+def test_the_weights_are_hashed_while_they_are_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else is checked at once; what the weights' hashes say is known at the end."""
+    certify(folder)
+    go_on = threading.Event()
+    hash_file = certificate.hash_file
+
+    def slow(path: Path, *more: Any) -> str:
+        assert go_on.wait(60)
+        return hash_file(path, *more)
+
+    monkeypatch.setattr(clearance, "hash_file", slow)
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    with Clearance(folder, Use()) as check:  # "loading" happens here
+        go_on.set()
+        with pytest.raises(GateError, match=r"stale: model\.safetensors"):
+            check.result()
+
+
+@pytest.mark.parametrize("how", ["written to", "replaced", "removed"])
+def test_a_file_that_moves_while_it_is_loaded_is_stale(folder: Path, how: str) -> None:
+    """Even where the bytes that were hashed are the right ones."""
+    weights = folder / "model.safetensors"
+    certify(folder)
+    with Clearance(folder, Use()) as check:
+        for future in check._hashes.values():
+            future.result()
+        if how == "written to":
+            weights.write_bytes(b"weights")
+            os.utime(weights, ns=(1, 1))
+        elif how == "replaced":
+            (folder / "new").write_bytes(b"WEIGHTS")
+            (folder / "new").replace(weights)
+        else:
+            weights.unlink()
+        with pytest.raises(GateError, match=r"stale: model\.safetensors"):
+            check.result()
+
+
+def test_hashing_stops_where_loading_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def endless(path: Path, stopped: Any) -> str:
+        while not stopped():
+            stop_seen.wait(0.01)
+        seen.append(True)
+        return ""
+
+    stop_seen = threading.Event()
+    certify(folder)
+    monkeypatch.setattr(clearance, "hash_file", endless)
+    with pytest.raises(RuntimeError, match="out of memory"), Clearance(folder, Use()):
+        raise RuntimeError("out of memory")
+    assert seen == [True]
