@@ -90,7 +90,7 @@ const Live = (() => {
       make("tr", {}, make("th", { scope: "row" }, name), ...["p50", "p90", "p99"].map((q) => make("td", {}, seconds(found[key][q])))),
     );
     byId("latencies").replaceChildren(...rows);
-    byId("latency-caption").textContent = `of the last ${whole(count)} requests`;
+    byId("latency-caption").textContent = count === 1 ? "of one request" : `of the last ${whole(count)} requests`;
   }
 
   function gate({ gate, facts, max_model_len: length }) {
