@@ -1,0 +1,82 @@
+"""The whole file, read once before a model is loaded: hours later would be late to find a bad line.
+
+Nothing of a line is kept but eight bytes of a hash of its custom_id, so that files larger than memory can be
+checked for ids that occur twice; only where two hashes agree is the file read again, to be sure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from qinfer.batch.lines import LineFault, parse, raw_lines, request_of
+from qinfer.errors import UserError
+from qinfer.server.errors import Failure
+
+MAX_TOLD = 10
+
+
+class Checked(NamedTuple):
+    """How many requests the file has, and what the first of those that will fail have wrong."""
+
+    num_lines: int
+    num_bad: int
+    told: list[str]
+
+
+def check(path: Path, model_names: Collection[str]) -> Checked:
+    """Reads every line; raises UserError where one is no request, naming the first ten.
+
+    A request with a body that its route refuses is only counted: its answer will be that refusal.
+    """
+    hashes = array("Q")
+    faults: list[str] = []
+    told: list[str] = []
+    num_faults = num_bad = 0
+    for number, raw in raw_lines(path):
+        try:
+            line = parse(raw, len(hashes), number)
+        except LineFault as fault:
+            num_faults += 1
+            faults += [f"line {number}: {fault}"] if len(faults) < MAX_TOLD else []
+            continue
+        hashes.append(_hash(line.custom_id))
+        if isinstance(failure := request_of(line, model_names), Failure):
+            num_bad += 1
+            told += [f"line {number}: {failure.message}"] if len(told) < MAX_TOLD else []
+    if not faults:
+        faults = _repeated(path, hashes)
+        num_faults = len(faults)
+    if faults:
+        more = f" (and {num_faults - MAX_TOLD} more)" if num_faults > MAX_TOLD else ""
+        raise UserError(f"{path}: {'; '.join(faults[:MAX_TOLD])}{more}", "input_file")
+    if not hashes:
+        raise UserError(f"{path} holds no request", "input_file")
+    return Checked(len(hashes), num_bad, told)
+
+
+def _hash(custom_id: str) -> int:
+    text = custom_id.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _repeated(path: Path, hashes: array[int]) -> list[str]:
+    """One clause per line whose custom_id another had before."""
+    ordered = np.sort(np.frombuffer(hashes, dtype=np.uint64)) if hashes else np.empty(0, np.uint64)
+    suspects = frozenset(ordered[1:][ordered[1:] == ordered[:-1]].tolist())
+    if not suspects:
+        return []
+    first: dict[str, int] = {}
+    faults = []
+    for number, raw in raw_lines(path):
+        custom_id = parse(raw, 0, number).custom_id
+        if _hash(custom_id) not in suspects:
+            continue
+        if (before := first.setdefault(custom_id, number)) != number:
+            faults.append(f"line {number}: custom_id {custom_id[:100]!r} is that of line {before}")
+    return faults

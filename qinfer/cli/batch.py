@@ -1,0 +1,251 @@
+"""`qinfer batch`: a file of requests, answered into a file."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qinfer.cli.engine_options import llm_keywords
+from qinfer.cli.options import (
+    AllowUngatedOption,
+    BlockSizeOption,
+    ChatTemplateOption,
+    ChunkedPrefillOption,
+    DtypeOption,
+    EnforceEagerOption,
+    GpuMemoryUtilizationOption,
+    GroupSizeOption,
+    HubTokenOption,
+    JsonOption,
+    KVCacheDtypeOption,
+    LMHeadDtypeOption,
+    LoadFormatOption,
+    MaxModelLenOption,
+    MaxNumBatchedTokensOption,
+    MaxNumSeqsOption,
+    MemoryOption,
+    ModelArgument,
+    PrefixCachingOption,
+    RevisionOption,
+    SchemeOption,
+    SeedOption,
+    SymmetricOption,
+    TokenizerOption,
+)
+from qinfer.cli.output import show, stdout_kept_for_result
+from qinfer.cli.server_options import (
+    MetricsCompatOption,
+    ServedModelNameOption,
+    ToolCallParserOption,
+    TrustTemplateOption,
+)
+from qinfer.errors import EngineDeadError, UserError
+
+if TYPE_CHECKING:
+    from qinfer.batch.check import Checked
+    from qinfer.batch.run import Batch, BatchFiles
+    from qinfer.llm import LLM
+    from qinfer.server.options import ServerOptions
+    from qinfer.server.state import ServerState
+
+_FOR_LLM = (
+    *("tokenizer", "load_format", "scheme", "group_size", "symmetric", "dtype", "kv_cache_dtype"),
+    *("lm_head_dtype", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "chat_template"),
+    *("seed", "allow_ungated", "revision", "hf_token"),
+)
+_LEAST_INFLIGHT = 1024
+
+
+def batch(
+    context: typer.Context,
+    model: ModelArgument,
+    input_file: Annotated[Path, typer.Option("--input-file", "-i", help="Requests, one JSON object a line.")],
+    output_file: Annotated[Path, typer.Option("--output-file", "-o", help="Where the answers go.")],
+    error_file: Annotated[
+        Path | None,
+        typer.Option(help="Where failed lines go. Default: among the answers.", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the output file ends.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew where there is an output file.")
+    ] = False,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End at the first line that fails.")] = False,
+    max_inflight: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests under way at once. Default: twice --max-num-seqs, and at least 1024.",
+            show_default=False,
+        ),
+    ] = None,
+    enable_metrics: Annotated[
+        bool, typer.Option("--enable-metrics", help="Serve /metrics while the batch runs.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address of the metrics.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the metrics.")] = 8000,
+    served_model_name: ServedModelNameOption = None,
+    trust_request_chat_template: TrustTemplateOption = False,
+    tool_call_parser: ToolCallParserOption = "auto",
+    metrics_compat: MetricsCompatOption = "vllm",
+    tokenizer: TokenizerOption = None,
+    load_format: LoadFormatOption = "auto",
+    scheme: SchemeOption = None,
+    group_size: GroupSizeOption = None,
+    symmetric: SymmetricOption = None,
+    dtype: DtypeOption = "auto",
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
+    lm_head_dtype: LMHeadDtypeOption = "auto",
+    memory: MemoryOption = None,
+    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
+    max_model_len: MaxModelLenOption = None,
+    max_num_seqs: MaxNumSeqsOption = None,
+    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
+    block_size: BlockSizeOption = None,
+    enable_prefix_caching: PrefixCachingOption = True,
+    enable_chunked_prefill: ChunkedPrefillOption = True,
+    enforce_eager: EnforceEagerOption = False,
+    chat_template: ChatTemplateOption = None,
+    seed: SeedOption = 0,
+    allow_ungated: AllowUngatedOption = False,
+    revision: RevisionOption = None,
+    hf_token: HubTokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format, or of {"prompt": ...}, into another file.
+
+    Every line is checked before the model is loaded. Answers are written in the input's order while the batch
+    runs, so that --resume goes on after anything that ended it. Exit code 1: some line failed.
+    """
+    keywords = llm_keywords(memory, **{name: context.params[name] for name in _FOR_LLM})
+    names = tuple(served_model_name or (model,))
+    with stdout_kept_for_result():
+        from qinfer.batch.check import check
+        from qinfer.batch.output import written_before
+        from qinfer.batch.run import Batch, BatchFiles, Pace
+        from qinfer.server.options import ServerOptions
+
+        files = BatchFiles(input_file, output_file, error_file)
+        _check_places(files, resume=resume, overwrite=overwrite)
+        checked = check(input_file, names)
+        if checked.num_bad:
+            _tell_bad(checked)
+            if fail_fast:
+                raise UserError("--fail-fast: no line was asked", "fail_fast")
+        first = written_before(input_file, output_file, error_file) if resume else 0
+        options = ServerOptions(
+            trust_request_chat_template=trust_request_chat_template,
+            tool_call_parser=tool_call_parser,
+            metrics_compat=metrics_compat,
+        )
+        pace = Pace(max_inflight or max(_LEAST_INFLIGHT, 2 * (max_num_seqs or 0)), fail_fast=fail_fast)
+        document: dict[str, Any] = {"num_lines": first, "num_resumed": first, "num_failed": 0, "seconds": 0.0}
+        if first < checked.num_lines:
+            document = _answered(
+                lambda: _load(model, {**keywords, "served_model_name": names}),
+                lambda state: Batch(state, files, pace, checked.num_lines, first),
+                options,
+                (host, port) if enable_metrics else None,
+            )
+    show(document, _text(document, files), as_json)
+    if document["num_failed"]:
+        raise typer.Exit(1)
+
+
+def _load(model: str, keywords: Mapping[str, Any]) -> LLM:
+    from qinfer.llm import LLM
+
+    llm = LLM(model, **keywords)
+    print(f"{llm.gate.line}\n{llm.engine.ledger.to_text()}", file=sys.stderr, flush=True)
+    return llm
+
+
+def _answered(
+    load: Callable[[], LLM],
+    make: Callable[[ServerState], Batch],
+    options: ServerOptions,
+    metrics: tuple[str, int] | None,
+) -> dict[str, Any]:
+    """Loads the model and runs the batch; leaves with 1 where the run was ended by what a line met."""
+    from qinfer.async_llm import AsyncLLM
+    from qinfer.batch.run import FailedLineError
+    from qinfer.server.state import ServerState
+
+    engine = AsyncLLM(llm := load())
+    try:
+        state = ServerState(engine, llm.served_model_names, llm.gate, options)
+        with _metrics_served(state, metrics):
+            return asyncio.run(make(state).run())
+    except (EngineDeadError, FailedLineError) as error:
+        print(f"qinfer: {error}; --resume goes on after what is written", file=sys.stderr)
+        raise typer.Exit(1) from None
+    finally:
+        engine.shutdown()
+
+
+@contextmanager
+def _metrics_served(state: ServerState, address: tuple[str, int] | None) -> Iterator[None]:
+    """/metrics on a port of its own, where one is wanted."""
+    if address is None:
+        yield
+        return
+    from prometheus_client import start_http_server
+
+    from qinfer.server.exposition import make_registry
+    from qinfer.server.http_metrics import HttpMetrics
+    from qinfer.server.metrics import ServerMetrics
+
+    metrics = ServerMetrics(state.engine.max_model_len, state.options.histogram_bounds)
+    state.engine.observe(metrics)
+    host, port = address
+    registry = make_registry(state, metrics, HttpMetrics())
+    server, thread = start_http_server(port, host, registry)
+    print(f"metrics at http://{host}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        thread.join()
+
+
+def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
+    """UserError before anything is read, where the answers could not be written as asked."""
+    if resume and overwrite:
+        raise UserError("--resume and --overwrite: take one of them", "resume")
+    outputs = [path for path in (files.output, files.errors) if path is not None]
+    if len({path.absolute() for path in (files.source, *outputs)}) <= len(outputs):
+        raise UserError("input, output and error file must be different files", "output_file")
+    for path in outputs:
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no such folder", "output_file")
+        if path.exists() and path.stat().st_size and not resume and not overwrite:
+            raise UserError(f"{path} exists: --resume goes on, --overwrite begins anew", "output_file")
+    if overwrite:
+        for path in outputs:
+            path.unlink(missing_ok=True)
+
+
+def _tell_bad(checked: Checked) -> None:
+    for line in checked.told:
+        print(f"{line}", file=sys.stderr)
+    print(f"{checked.num_bad:,} of {checked.num_lines:,} lines will fail", file=sys.stderr, flush=True)
+
+
+def _text(document: Mapping[str, Any], files: BatchFiles) -> str:
+    resumed = f", {document['num_resumed']:,} of them before" if document["num_resumed"] else ""
+    where = files.output if files.errors is None else files.errors
+    failed = f"; {document['num_failed']:,} failed, see {where}" if document["num_failed"] else ""
+    rate = ""
+    if "output_tokens" in document:
+        rate = (
+            f" in {document['seconds']:.1f} s: {document['prompt_tokens']:,} prompt tokens, "
+            f"{document['output_tokens']:,} output tokens, "
+            f"{document['output_tokens_per_second']:,.1f} a second"
+        )
+    return f"{files.output}: {document['num_lines']:,} lines{resumed}{rate}{failed}"
