@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import qinfer
-from qinfer.cli import bench, doctor, eval, generate, inspect, plan, quantize, serve
+from qinfer.cli import batch, bench, doctor, eval, generate, inspect, plan, quantize, serve
 from qinfer.cli.usage import usage_line
 from qinfer.errors import GateError, QinferError
 
@@ -36,6 +36,7 @@ for name, command, summary in (
     ("eval", eval.evaluate, "Judge a checkpoint against its source."),
     ("generate", generate.generate, "Continue prompts or answer them."),
     ("serve", serve.serve, "Serve over HTTP as OpenAI does."),
+    ("batch", batch.batch, "Answer a file of requests into a file."),
     ("plan", plan.plan, "What fits into a memory budget, scheme by scheme."),
     ("inspect", inspect.inspect, "What a checkpoint folder holds."),
     ("doctor", doctor.doctor, "What this machine has."),
