@@ -1,16 +1,13 @@
-"""One token on its way into an int8 product on the CPU: quantization folded into what makes its row.
+"""One token between int8 products on the CPU: float32 throughout, quantized as each product wants it.
 
 With one row a step is thousands of calls of small ops, and while weights stream through the cache each of
 torch's costs 6 to 7 us however little it computes, 11 us with mixed dtypes, 12 us with a Python number.
-NumPy's take 1 to 2 us, so rows are float32 arrays here: a norm with its codes went from 49 us to 28. A row's
-statistics are Python numbers, and the factor that is common to a normed row stays out of it until the
-product: the codes of h / rms(h) are those of h, only the scale is divided. Where a product is added to the
-residual stream, its token's scale is the factor of that addition.
+NumPy's take 1 to 2 us, so rows are float32 arrays here, 2-D as the tensors are whose memory they share. Their
+statistics are Python numbers.
 
-What is computed is `fused_norm` and `fused_activation`: float32, rounded to codes alone. Codes of a normed
-row may differ from theirs by one step where a quotient lies within rounding of a tie. Codes travel in
-bfloat16, which holds them exactly and is what torch's int8 weight op reads. Its sums are float32, but it
-rounds the sum times `weight_scale` to bfloat16 before the token's scale comes in: two roundings, not one.
+What is computed is `fused_norm`, `fused_activation` and `w8a8_int8`, all in float32 and nowhere rounded to
+the model's dtype in between. Codes of a normed row may differ from theirs by one step where a quotient lies
+within rounding of a tie.
 """
 
 import math
@@ -27,62 +24,69 @@ Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
 
 class Int8Row(NamedTuple):
-    """One quantized token: codes bfloat16 [1, K], all integers, and their scale."""
+    """One quantized token: codes int8 [1, K] and their scale, which is NaN where a number was not finite."""
 
     codes: Tensor
     scale: float
 
 
-class Unscaled(NamedTuple):
-    """A product of one token, bfloat16 [1, N], which its scale is still to be multiplied with."""
-
-    sums: Tensor
-    scale: float
-
-
 def quantize(x: Tensor) -> Int8Row:
-    """x bfloat16 or float32 [1, K] -> codes and scale of `int8_per_token`."""
-    return _codes(_row(x))
+    """x [1, K] -> codes and scale of `int8_per_token`."""
+    return _codes(x.to(torch.float32, copy=True).numpy())
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Int8Row:
-    """`fused_norm.rms_norm_int8` of x bfloat16 [1, H]; weight float32 [H] with the offset in it."""
-    row = _row(x)
-    inverse = (float(row.dot(row)) / row.size + eps) ** -0.5
+    """`fused_norm.rms_norm_int8` of x [1, H]; weight float32 [H] with the offset in it."""
+    return _normed(x.float().numpy(), weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float
+) -> tuple[Int8Row, Tensor]:
+    """`fused_norm.add_rms_norm_int8` of x and residual [1, H], and the new residual, float32."""
+    added: Row = x.float().numpy()
+    if multiplier != 1.0:
+        added = added * np.float32(multiplier)
+    total = residual.float().numpy() + added
+    return _normed(total, weight, eps), torch.from_numpy(total)
+
+
+def _normed(row: Row, weight: Tensor, eps: float) -> Int8Row:
+    inverse = (float(np.vdot(row, row)) / row.size + eps) ** -0.5
     with np.errstate(invalid="ignore", over="ignore"):  # infinity times 0: NaN, which is meant
-        row *= weight.numpy()
-    codes, scale = _codes(row)
-    return Int8Row(codes, scale * inverse)
+        normed = row * weight.numpy()
+        normed *= np.float32(inverse)
+    return _codes(normed)
 
 
 def silu_mul(gate_up: Tensor) -> Int8Row:
-    """`fused_activation.silu_mul_int8` of gate_up bfloat16 [1, 2 I]."""
+    """`fused_activation.silu_mul_int8` of gate_up [1, 2 I]."""
     gate, up = gate_up.float().chunk(2, -1)
-    return quantize(F.silu(gate).mul_(up))
+    return _codes(F.silu(gate).mul_(up).numpy())
 
 
 def gelu_mul(gate_up: Tensor) -> Int8Row:
-    """`fused_activation.gelu_mul_int8` of gate_up bfloat16 [1, 2 I]."""
+    """`fused_activation.gelu_mul_int8` of gate_up [1, 2 I]."""
     gate, up = gate_up.float().chunk(2, -1)
-    return quantize(F.gelu(gate, approximate="tanh").mul_(up))
-
-
-def _row(x: Tensor) -> Row:
-    """A float32 copy of x [1, K], as [K]."""
-    row: Row = x.to(torch.float32, copy=True).numpy()[0]
-    return row
+    return _codes(F.gelu(gate, approximate="tanh").mul_(up).numpy())
 
 
 def _codes(row: Row) -> Int8Row:
     """Uses the row's memory."""
     scale = max(float(np.abs(row).max()) / INT8_MAX, SMALLEST_SCALE)  # NaN stays, being the first
-    if math.isfinite(scale):
-        np.rint(np.divide(row, np.float32(scale), out=row), out=row)
-    else:
-        row.fill(math.nan)
-    return Int8Row(torch.from_numpy(row).unsqueeze(0).bfloat16(), scale)
+    if not math.isfinite(scale):
+        return Int8Row(torch.zeros(row.shape, dtype=torch.int8), math.nan)
+    np.rint(np.divide(row, np.float32(scale), out=row), out=row)
+    return Int8Row(torch.from_numpy(row.astype(np.int8)), scale)
 
 
-def product(row: Int8Row, weight: Tensor, weight_scale: Tensor) -> Unscaled:
-    """row times weight int8 [N, K], weight_scale [N]."""
-    return Unscaled(torch._weight_int8pack_mm(row.codes, weight, weight_scale.bfloat16()), row.scale)
+def product(row: Int8Row, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """row times weight int8 [N, K], weight_scale float32 [N] -> float32 [1, N].
+
+    The weight is the left operand: oneDNN packs the right one anew in every call.
+    """
+    sums = torch._int_mm(weight, row.codes.view(-1, 1)).float().view(1, -1)
+    y: Row = sums.numpy()
+    y *= weight_scale.numpy()
+    y *= np.float32(row.scale)
+    return sums

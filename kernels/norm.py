@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
     x [..., H], weight [H]; returns [..., H] in x's dtype.
     """
-    if offset == 0.0:
+    if offset == 0.0 and x.dtype is weight.dtype:
         return F.rms_norm(x, weight.shape, weight, eps)
     # 1 + w is not exact in bfloat16, so everything is widened first
     return F.rms_norm(x.float(), weight.shape, weight.float() + offset, eps).to(x.dtype)

@@ -30,6 +30,7 @@ from qinfer.kernels import norm as _norm
 from qinfer.kernels import paged_attention as _paged_attention
 from qinfer.kernels import panels as _panels
 from qinfer.kernels import qkv_post as _qkv_post
+from qinfer.kernels import qkv_row_cpu as _qkv_row_cpu
 from qinfer.kernels import quantize_per_token as _quantize_per_token
 from qinfer.kernels import rope as _rope
 from qinfer.kernels import rope_angles as _rope_angles
@@ -49,7 +50,6 @@ from qinfer.kernels import w8a16_int8_cpu as _w8a16_int8_cpu
 from qinfer.kernels import write_kv as _write_kv
 from qinfer.kernels import write_kv_cpu as _write_kv_cpu
 from qinfer.kernels.int8_row_cpu import Int8Row as Int8Row
-from qinfer.kernels.int8_row_cpu import Unscaled as Unscaled
 from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
     dtype: torch.dtype
 
 
-Product: TypeAlias = Tensor | Unscaled | Parts
+Product: TypeAlias = Tensor | Parts
 """What a product leaves; `add_rms_norm` takes it as it is, for others `scaled` finishes it."""
 
 
@@ -94,24 +94,23 @@ def _product(y: Tensor, dtype: torch.dtype) -> Tensor | Parts:
     return Parts(y, dtype) if y.dim() == 3 else y
 
 
-def _is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
-    return codes is torch.int8 and x.shape[0] == 1 and x.dtype is torch.bfloat16 and x.device.type == "cpu"
+def is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
+    """Whether x, to become `codes`, is one token on a CPU, of which a product leaves float32."""
+    return codes is torch.int8 and x.shape[0] == 1 and x.device.type == "cpu" and onednn_int8_is_exact()
 
 
 def as_row(codes: torch.dtype | None, x: Activations) -> Activations:
     """x, quantized where it is one token on a CPU and the product to come wants `codes`."""
-    if isinstance(x, Tensor) and _is_int8_row(codes, x):
+    if isinstance(x, Tensor) and is_int8_row(codes, x):
         return _int8_row_cpu.quantize(x)
     return x
 
 
 def scaled(product: Product) -> Tensor:
-    """A product as numbers [T, N]; its memory is used again."""
+    """A product as numbers [T, N]."""
     if isinstance(product, Tensor):
         return product
-    if isinstance(product, Parts):
-        return _fused_norm.summed(product.sums).to(product.dtype)
-    return product.sums.mul_(product.scale)
+    return _fused_norm.summed(product.sums).to(product.dtype)
 
 
 # --- model: norms, rotation, activations, attention without a cache -------------------------------------
@@ -123,9 +122,6 @@ def add_rms_norm(
     """(RMS norm of the new residual, the new residual = residual + multiplier * x); all [T, H]."""
     if isinstance(x, Parts):
         return _backend.run(_fused_norm.add_rms_norm_parts, x.sums, residual, weight, eps, offset, multiplier)
-    if isinstance(x, Unscaled):
-        multiplier *= x.scale
-        x = x.sums
     if x.is_cuda:
         return _backend.run(_norm.add_rms_norm, x, residual, weight, eps, offset, multiplier)
     return _norm.add_rms_norm(x, residual, weight, eps, offset, multiplier)
@@ -157,12 +153,9 @@ def add_rms_norm_to(
         if codes is None:
             return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
         x = x.sums
-    if isinstance(x, Unscaled):
-        multiplier *= x.scale
-        x = x.sums
-    if _is_int8_row(codes, x):
-        total = torch.add(residual, x, alpha=multiplier)
-        return _int8_row_cpu.rms_norm(total, weight.float() + offset if wide is None else wide, eps), total
+    if is_int8_row(codes, x):
+        wide = weight.float() + offset if wide is None else wide
+        return _int8_row_cpu.add_rms_norm(x, residual, wide, eps, multiplier)
     if codes is None or not x.is_cuda:
         return add_rms_norm(x, residual, weight, eps, offset=offset, multiplier=multiplier)
     values, scale, total = _backend.run(_ADD_NORM_TO[codes], x, residual, weight, eps, offset, multiplier)
@@ -196,8 +189,6 @@ def rms_norm(x: Product, weight: Tensor, eps: float, *, offset: float = 0.0) -> 
     """RMS norm over the last dimension, times (offset + weight): [..., H] -> [..., H]."""
     if isinstance(x, Parts):
         return _backend.run(_fused_norm.rms_norm_parts, x.sums, weight, eps, offset, x.dtype)
-    if isinstance(x, Unscaled):
-        x = scaled(x)
     if x.is_cuda:
         return _backend.run(_norm.rms_norm, x, weight, eps, offset)
     return _norm.rms_norm(x, weight, eps, offset)
@@ -216,7 +207,7 @@ def rms_norm_to(
     wide: Tensor | None = None,
 ) -> Activations:
     """`rms_norm` for a product that wants `codes`: see `add_rms_norm_to`."""
-    if _is_int8_row(codes, x):
+    if is_int8_row(codes, x):
         return _int8_row_cpu.rms_norm(x, weight.float() + offset if wide is None else wide, eps)
     if codes is None or not x.is_cuda:
         return rms_norm(x, weight, eps, offset=offset)
@@ -256,7 +247,7 @@ _GATED_TO: dict[tuple[Callable[[Tensor], Tensor], torch.dtype], Callable[[Tensor
 
 def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Activations:
     """`gate`, which is silu_mul or gelu_mul, for a product that wants `codes`: see `add_rms_norm_to`."""
-    if _is_int8_row(codes, gate_up):
+    if is_int8_row(codes, gate_up):
         return _int8_row_cpu.silu_mul(gate_up) if gate is silu_mul else _int8_row_cpu.gelu_mul(gate_up)
     if codes is None or not gate_up.is_cuda:
         return gate(gate_up)
@@ -316,9 +307,9 @@ def w8a8_int8(
     *,
     in_parts: bool = False,
 ) -> Product:
-    """x [T, K], weight from `pack_w8a8_int8`, weight_scale [N] -> [T, N] in x's dtype.
+    """x [T, K], weight from `pack_w8a8_int8`, weight_scale float32 [N] -> [T, N] in x's dtype.
 
-    Only a row that came quantized, from `as_row` or a norm, leaves its product unscaled.
+    Of a row that came quantized, from `as_row` or a norm, float32.
     """
     if isinstance(x, Int8Row):
         return _int8_row_cpu.product(x, weight, weight_scale)
@@ -329,8 +320,6 @@ def w8a8_int8(
         if in_parts:
             return _product(_backend.run(_w8a8_int8.w8a8_int8_parts, *given), x.dtype)
         return _backend.run(_w8a8_int8.w8a8_int8_codes, *given, bias)
-    if _is_int8_row(torch.int8, x):
-        return scaled(_int8_row_cpu.product(_int8_row_cpu.quantize(x), weight, weight_scale))
     if x.device.type == "cpu" and onednn_int8_is_exact():
         return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
     return _w8a8_int8.w8a8_int8(x, weight, weight_scale)
@@ -463,7 +452,7 @@ def cpu_paths() -> dict[str, str]:
     """How each product runs on this CPU, in words; a scheme that is not named runs its meaning."""
     rows = {"int8": _w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, "int4": _w4a16_cpu.MAX_ROWS_OF_INT4_OP}
     widened = "weights widened at load to bfloat16 (float32 for other activations), torch linear"
-    exact = "torch int8 op for one row of bfloat16, else oneDNN int8 x int8"
+    exact = "oneDNN int8 x int8; one token by rows of float32"
     return {
         "dense": "torch linear",
         "w8a8-int8": exact if onednn_int8_is_exact() else "plain torch: oneDNN's int8 saturates here",
@@ -509,6 +498,20 @@ def qkv_post(
     data = qkv.sums if isinstance(qkv, Parts) else qkv
     rest: dict[str, Any] = {"rotation": rotation, "norms": norms, "bias": bias, "dtype": qkv.dtype}
     return _backend.run_in_place(_few_pages, _qkv_post.qkv_post, data, pages, slots, **rest)
+
+
+def qkv_row(
+    qkv: Tensor,
+    pages: KVPages,
+    places: Tensor,
+    *,
+    rotation: tuple[Tensor, Tensor] | None,
+    norms: HeadNorms | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`qkv_post` of one token on a CPU, from its float32 product [1, N], whose memory is used again."""
+    return _qkv_row_cpu.qkv_row(qkv, pages, places, rotation=rotation, norms=norms, bias=bias, dtype=dtype)
 
 
 def _few_pages(*args: Any) -> _backend.Rehearsal:

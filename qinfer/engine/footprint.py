@@ -107,6 +107,8 @@ def cpu_linear_bytes(weight_format: WeightFormat, out_features: int, in_features
     match scheme:
         case "w8a16-int8":
             return count + out_features * item_bytes
+        case "w8a8-int8":
+            return count + out_features * 4
         case "w8a8-fp8" | "w8a16-fp8" | "w8a8-fp8-static" | "w8a8-fp8-block":
             scales = {"w8a8-fp8-block": 0, "w8a8-fp8-static": out_features + 1}.get(scheme, out_features)
             return count * (2 if dtype == "bfloat16" else 4) + scales * 4

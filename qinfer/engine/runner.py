@@ -94,8 +94,7 @@ class PagedAttend:
         softcap: float | None,
     ) -> Tensor:
         pages = self._pool.layers[layer]
-        dtype = heads.projected.dtype
-        geometry = ops.Geometry(heads.num_kv_heads, self._pool.page_size, window, dtype)
+        geometry = ops.Geometry(heads.num_kv_heads, self._pool.page_size, window, heads.dtype)
         if geometry not in self._known:
             places = ops.kv_places(self._slots, geometry)
             self._known[geometry] = places, ops.group_rows(self._batch, geometry)

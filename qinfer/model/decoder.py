@@ -92,8 +92,10 @@ class Layer:
 
     def __call__(self, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
         """The residual stream before the layer -> after it, [T, H]."""
+        before = hidden.dtype
         x, hidden = self.step(None, hidden, rope, attend, tap)
-        return torch.add(hidden, ops.scaled(x), alpha=self.config.residual_multiplier)
+        total = torch.add(hidden, ops.scaled(x), alpha=self.config.residual_multiplier)
+        return total.to(before)
 
     def step(
         self, x: ops.Product | None, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None
@@ -144,6 +146,7 @@ class Decoder:
         self.head = head
         self.device = embedding.device
         self.dtype = embedding.dtype
+        self._int8_rows = all(layer.attention.qkv.codes is torch.int8 for layer in self.layers)
         # Gemma's root of H was rounded to the model's dtype in training, and is so here
         self._multiplier = torch.tensor(config.embedding_multiplier, dtype=self.dtype).item()
         self.set_context_len(config.context_len)
@@ -166,8 +169,9 @@ class Decoder:
 
     def rope(self, positions: Tensor) -> Rope:
         """The rotations of one step, for all its layers; positions [T]."""
-        full = self._rotary(positions, self.dtype)
-        return Rope(full, self._local_rotary(positions, self.dtype) if self._local_rotary else full)
+        dtype = torch.float32 if self._int8_rows and ops.is_int8_row(torch.int8, positions) else self.dtype
+        full = self._rotary(positions, dtype)
+        return Rope(full, self._local_rotary(positions, dtype) if self._local_rotary else full)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """token_ids and positions [T] -> hidden states after the final norm [T, H]."""
@@ -178,6 +182,8 @@ class Decoder:
         for layer in self.layers:
             x, hidden = layer.step(x, hidden, rope, attend)
         assert x is not None
+        if isinstance(x, Tensor):
+            x, hidden = x.to(self.dtype), hidden.to(self.dtype)  # float32, where one token ran by rows
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         return ops.add_rms_norm(x, hidden, self.norm, eps, offset=offset, multiplier=multiplier)[0]
 

@@ -20,6 +20,7 @@ class Heads(NamedTuple):
     """The projection [T, (Hq + 2 Hkv) * D], heads in the order q, k, v, and what is still to be done."""
 
     projected: Tensor | ops.Parts
+    dtype: torch.dtype  # of the model's activations
     num_kv_heads: int
     head_dim: int
     bias: Tensor | None
@@ -51,6 +52,16 @@ class Heads(NamedTuple):
         if places.is_cuda:
             return ops.qkv_post(
                 self.projected, pages, places, rotation=self.rotation, norms=self.norms, bias=self.bias
+            )
+        if self.projected.dtype is not self.dtype and isinstance(self.projected, Tensor):  # one token's
+            return ops.qkv_row(
+                self.projected,
+                pages,
+                places,
+                rotation=self.rotation,
+                norms=self.norms,
+                bias=self.bias,
+                dtype=self.dtype,
             )
         q, k, v = self.turned()
         ops.write_kv(k, v, pages, places)

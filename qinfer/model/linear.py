@@ -52,9 +52,11 @@ class Linear:
         self.scheme = scheme
         self.prepared = scheme.prepare(tensors, device, dtype)
         self.bias = bias
+        self.dtype = dtype
         self.codes = CODES[scheme.activations]
 
     def __call__(self, x: ops.Activations) -> Tensor:
+        x = self._given(x)
         if self.bias is not None and self.bias.is_cuda:
             return ops.scaled(self.scheme.matmul(x, self.prepared, self.bias))
         out = ops.scaled(self.scheme.matmul(x, self.prepared))
@@ -62,11 +64,15 @@ class Linear:
 
     def product(self, x: ops.Activations) -> Tensor | ops.Parts:
         """[T, N] without the bias, perhaps not added up yet."""
-        product = self.scheme.matmul(x, self.prepared, in_parts=True)
+        product = self.scheme.matmul(self._given(x), self.prepared, in_parts=True)
         return product if isinstance(product, ops.Parts) else ops.scaled(product)
 
     def summand(self, x: ops.Activations) -> ops.Product:
         """[T, N] as the residual stream takes it, perhaps not scaled or added up yet."""
         if self.bias is not None:
             return self(x)
-        return self.scheme.matmul(ops.as_row(self.codes, x), self.prepared, in_parts=True)
+        return self.scheme.matmul(ops.as_row(self.codes, self._given(x)), self.prepared, in_parts=True)
+
+    def _given(self, x: ops.Activations) -> ops.Activations:
+        """x in the model's dtype: what an int8 product leaves of one token on a CPU is float32."""
+        return x.to(self.dtype) if isinstance(x, Tensor) else x

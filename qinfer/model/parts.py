@@ -63,6 +63,7 @@ class Attention:
         rotation = rope.full if self.window is None else rope.local
         heads = Heads(
             self.qkv.product(x),
+            self.qkv.dtype,
             config.num_kv_heads,
             config.head_dim,
             self.qkv.bias,

@@ -62,9 +62,7 @@ class W8A8Int8:
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        scale = tensors["weight_scale"].flatten().to(device)
-        # kernels read float32; the CPU's product of one row wants the activations' dtype, which the file has
-        scale = scale.float() if scale.is_cuda else scale.clone()
+        scale = tensors["weight_scale"].flatten().to(device, torch.float32, copy=True)
         return {"weight": ops.pack_w8a8_int8(tensors["weight"].to(device)), "weight_scale": scale}
 
     def matmul(

@@ -22,7 +22,7 @@ def rows(seed: int = 0) -> Tensor:
 def same_codes(row: int8_row_cpu.Int8Row, codes: Tensor, scale: Tensor) -> None:
     """Equal but where a quotient lies on a tie within rounding; there one step."""
     apart = (row.codes.double() - codes.double()).abs()
-    assert row.codes.dtype is torch.bfloat16
+    assert row.codes.dtype is torch.int8
     assert apart.max() <= 1
     assert apart.sum() <= 4
     assert row.scale == pytest.approx(float(scale), rel=1e-6)
@@ -32,7 +32,7 @@ def test_codes_of_a_row_are_those_of_the_op() -> None:
     for x in rows().split(1):
         row = int8_row_cpu.quantize(x)
         codes, scale = int8_per_token(x)
-        assert torch.equal(row.codes.float(), codes.float())
+        assert torch.equal(row.codes, codes)
         assert row.scale == pytest.approx(float(scale), rel=1e-7)
 
 
@@ -52,46 +52,48 @@ def test_a_gated_row() -> None:
         same_codes(int8_row_cpu.gelu_mul(x), *fused_activation.gelu_mul_int8(x))
 
 
-def test_the_product_is_the_exact_sum_rounded_twice() -> None:
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 192), (3, 7), (48, 1), (1, 64), (33, 4097)])
+def test_the_product_is_the_exact_sum(outputs: int, inputs: int) -> None:
     generator = torch.Generator().manual_seed(2)
-    weight = torch.randint(-128, 128, (64, 192), dtype=torch.int8, generator=generator)
-    weight_scale = torch.rand(64, generator=generator).bfloat16()
-    for x in rows().split(1):
-        codes, scale = int8_per_token(x)
-        exact = codes.double() @ weight.double().T * weight_scale.double() * scale.double()
-        y = ops.w8a8_int8(x, weight, weight_scale)
-        assert y.dtype is torch.bfloat16
-        assert error_ratio(y, exact) < 2**-8
+    weight = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8, generator=generator)
+    weight_scale = torch.rand(outputs, generator=generator)
+    row = int8_row_cpu.quantize(torch.randn(1, inputs, generator=generator))
+    exact = row.codes.double() @ weight.double().T * weight_scale.double() * row.scale
+    y = ops.w8a8_int8(row, weight, weight_scale)
+    assert isinstance(y, Tensor)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y.double(), exact, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("codes", [torch.int8, None])
-def test_a_scale_that_is_still_to_come_is_the_factor_of_the_addition(codes: torch.dtype | None) -> None:
-    """One rounding less than scaling first, so the new residual is the exact sum rounded once."""
-    generator = torch.Generator().manual_seed(3)
-    weight = torch.randint(-128, 128, (192, 192), dtype=torch.int8, generator=generator)
-    weight_scale = torch.rand(192, generator=generator).bfloat16() / 64
-    norm = torch.rand(192, generator=generator).bfloat16()
-    for x, residual in zip(rows()[8:16].split(1), rows(4)[8:16].split(1), strict=True):
-        product = ops.w8a8_int8(ops.as_row(torch.int8, x), weight, weight_scale)
-        assert isinstance(product, ops.Unscaled)
-        exact = residual.double() + 0.5 * product.scale * product.sums.double()
-        normed, total = ops.add_rms_norm_to(codes, product, residual, norm, 1e-5, multiplier=0.5)
-        assert error_ratio(total, exact) < 2**-8
-        assert isinstance(normed, Tensor if codes is None else ops.Int8Row)
-        scaled = ops.scaled(ops.Unscaled(product.sums.clone(), product.scale))
-        assert torch.equal(scaled, ops.w8a8_int8(x, weight, weight_scale))
-        assert error_ratio(total, ops.add_rms_norm(scaled, residual, norm, 1e-5, multiplier=0.5)[1]) < 2**-7
+def test_the_new_residual_is_the_exact_sum(codes: torch.dtype | None) -> None:
+    norm = torch.rand(192, generator=torch.Generator().manual_seed(3)).bfloat16()
+    for x, residual in zip(rows()[8:16].float().split(1), rows(4)[8:16].split(1), strict=True):
+        exact = residual.double() + 0.5 * x.double()
+        before = x.clone(), residual.clone()
+        normed, total = ops.add_rms_norm_to(codes, x, residual, norm, 1e-5, multiplier=0.5)
+        assert torch.equal(x, before[0])
+        assert torch.equal(residual, before[1])
+        assert total.dtype is torch.float32
+        assert error_ratio(total, exact) < 2**-22
+        if codes is None:
+            assert isinstance(normed, Tensor)
+            assert error_ratio(normed, fused_norm.rms_norm(total, norm.float(), 1e-5)) < 1e-6
+        else:
+            assert isinstance(normed, ops.Int8Row)
+            same_codes(normed, *fused_norm.rms_norm_int8(total, norm.float(), 1e-5))
 
 
 def test_a_row_of_zeros_and_rows_that_are_not_finite() -> None:
     weight = torch.randint(-128, 128, (8, 192), dtype=torch.int8)
-    scale = torch.ones(8, dtype=torch.bfloat16)
+    scale = torch.ones(8)
     zeros = torch.zeros(1, 192, dtype=torch.bfloat16)
-    assert not ops.w8a8_int8(zeros, weight, scale).any()
+    assert not ops.w8a8_int8(ops.as_row(torch.int8, zeros), weight, scale).any()
     for bad in (math.nan, math.inf, -math.inf):
         x = torch.ones(1, 192, dtype=torch.bfloat16)
         x[0, 7] = bad
-        assert not ops.w8a8_int8(x, weight, scale).isfinite().any()
+        row = ops.as_row(torch.int8, x)
+        assert not ops.w8a8_int8(row, weight, scale).isfinite().any()
         assert not w8a8_int8.w8a8_int8(x, weight, scale).isfinite().any()
         normed = ops.rms_norm_to(torch.int8, x, torch.ones(192, dtype=torch.bfloat16), 1e-5)
         assert not ops.scaled(ops.w8a8_int8(normed, weight, scale)).isfinite().any()
@@ -103,7 +105,7 @@ def test_one_token_runs_by_rows_and_more_do_not() -> None:
     assert isinstance(row, ops.Int8Row)
     row, total = ops.add_rms_norm_to(torch.int8, x[:1], x[1:], weight, 1e-5, multiplier=0.5)
     assert isinstance(row, ops.Int8Row)
-    assert torch.equal(total, torch.add(x[1:], x[:1], alpha=0.5))
+    assert torch.equal(total, torch.add(x[1:].float(), x[:1].float(), alpha=0.5))
     assert isinstance(ops.gated_to(torch.int8, ops.silu_mul, x[:1]), ops.Int8Row)
     assert torch.equal(ops.rms_norm_to(torch.int8, x, weight, 1e-5), ops.rms_norm(x, weight, 1e-5))
     assert torch.equal(ops.rms_norm_to(None, x[:1], weight, 1e-5), ops.rms_norm(x[:1], weight, 1e-5))
