@@ -79,6 +79,16 @@ def config_file(
     return _from_hub(partial(hf_hub_download, filename="config.json"), model, revision, token)
 
 
+def tokenizer_folder(model: str, *, token: str | None = None) -> Path:
+    """Where a model's tokenizer lies; from the hub no weights are fetched. Raises as `resolve` does."""
+    model = _name(model)
+    local = _local(model)
+    if local is not None:
+        return local
+    files = [pattern for pattern in _HUB_FILES if pattern != "*.safetensors"]
+    return _from_hub(partial(snapshot_download, allow_patterns=files), model, None, token)
+
+
 def _name(model: object) -> str:
     """The name as text; UserError for what can be none."""
     if not isinstance(model, str | os.PathLike) or not str(model).strip() or "\0" in str(model):

@@ -1,4 +1,4 @@
-"""`qinfer bench`: throughput of many requests, latency of one batch; flags and JSON keys are vLLM's."""
+"""`qinfer bench`: throughput, latency, and in `bench_serve` a server's; flags and JSON keys are vLLM's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from qinfer.cli.bench_serve import serve
 from qinfer.cli.engine_options import llm_keywords
 from qinfer.cli.options import (
     BlockSizeOption,
@@ -37,6 +38,7 @@ from qinfer.cli.output import show, stdout_kept_for_result, to_json
 from qinfer.errors import UserError
 
 app = typer.Typer(help="Measure a model's speed on this machine.", rich_markup_mode=None)
+app.command("serve", short_help="A load on a running server: what its clients see.")(serve)
 # what both commands hand on to LLM as it is
 _FOR_LLM = (
     *("load_format", "scheme", "group_size", "symmetric", "dtype", "kv_cache_dtype", "lm_head_dtype"),
