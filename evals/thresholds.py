@@ -20,12 +20,13 @@ SchemeClass = Literal["w16", "w8a16", "w8a8", "w4a16"]  # finest first
 
 
 class Limits(NamedTuple):
-    """What may be lost: KL in nats per token, shares of positions, perplexity as a share of the source's."""
+    """What may be lost: KL in nats per token, shares of positions, of the source's perplexity and accuracy."""
 
     mean_kl: float
     p99_kl: float
     disagreement: float  # positions whose most likely token changed
     perplexity_excess: float  # ratio - 1
+    accuracy_lost: float  # share of the source's accuracy above chance, on tasks
 
     def scaled(self, factor: float) -> Limits:
         """All limits times `factor`."""
@@ -61,11 +62,11 @@ PROFILES: Mapping[str, Profile] = {
 # measured here. Between 1B and 7B each limit is interpolated in the logarithms. "w16" (dense against dense:
 # another dtype, another KV cache) is judged like 8-bit weights. Re-derive here, and only here.
 LIMITS: Mapping[SchemeClass, tuple[Limits, Limits]] = {
-    #         mean KL, p99 KL, disagreement, perplexity excess
-    "w16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a16": (Limits(0.006, 0.03, 0.045, 0.005), Limits(0.003, 0.03, 0.025, 0.003)),
-    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045), Limits(0.020, 0.20, 0.050, 0.010)),
-    "w4a16": (Limits(0.200, 1.25, 0.220, 0.200), Limits(0.050, 0.50, 0.090, 0.035)),
+    #         mean KL, p99 KL, disagreement, perplexity excess, accuracy lost
+    "w16": (Limits(0.006, 0.03, 0.045, 0.005, 0.010), Limits(0.003, 0.03, 0.025, 0.003, 0.005)),
+    "w8a16": (Limits(0.006, 0.03, 0.045, 0.005, 0.010), Limits(0.003, 0.03, 0.025, 0.003, 0.005)),
+    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045, 0.025), Limits(0.020, 0.20, 0.050, 0.010, 0.010)),
+    "w4a16": (Limits(0.200, 1.25, 0.220, 0.200, 0.100), Limits(0.050, 0.50, 0.090, 0.035, 0.025)),
 }
 SMALL, LARGE = 1e9, 7e9  # parameters
 # ------------------------------------------------------------------------------------------------------------
