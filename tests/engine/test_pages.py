@@ -161,3 +161,25 @@ class PagesMachine(RuleBasedStateMachine):
 
 TestPages = PagesMachine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=30)
+
+
+def test_a_survey_counts_every_page_once() -> None:
+    pool = PagePool(10, 4)
+    pages = pool.allocate(7)
+    pool.hold(pages[:2])
+    for page in pages[4:]:
+        pool.publish(page, bytes([page]))
+    pool.release(pages[4:])
+    assert pages == [1, 2, 3, 4, 5, 6, 7]
+    whole = pool.survey(100)
+    assert (whole.num_pages, whole.pages_per_cell) == (10, 1)
+    assert whole.held == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+    assert whole.shared == [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert whole.cached == [0, 0, 0, 0, 1, 1, 1, 0, 0, 0]
+    coarse = pool.survey(4)
+    assert (coarse.pages_per_cell, coarse.held, coarse.shared, coarse.cached) == (
+        3,
+        [3, 1, 0, 0],
+        [2, 0, 0, 0],
+        [0, 2, 1, 0],
+    )
