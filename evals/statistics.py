@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,6 +94,14 @@ def resampled(num_clusters: int, resamples: int, seed: int) -> Tensor:
     drawn = torch.randint(num_clusters, (resamples, num_clusters), generator=generator)
     weights = torch.zeros(resamples, num_clusters, dtype=torch.float64)
     return weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+
+
+def multinomial(draws: int, shares: np.ndarray, seed: int) -> np.ndarray:
+    """How often each of K kinds is drawn, [RESAMPLES, K]: clusters of few kinds need no other draw."""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    rows = max(1, 2_000_000 // len(shares))  # numbers at a time
+    parts = [min(rows, RESAMPLES - start) for start in range(0, RESAMPLES, rows)]
+    return np.concatenate([generator.multinomial(draws, shares, size=part) for part in parts])
 
 
 def percentiles(value: float, drawn: Tensor, num_clusters: int, confidence: float = CONFIDENCE) -> Interval:

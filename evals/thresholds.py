@@ -20,7 +20,7 @@ SchemeClass = Literal["w16", "w8a16", "w8a8", "w4a16"]  # finest first
 
 
 class Limits(NamedTuple):
-    """What may be lost: KL in nats per token, shares of positions, of the source's perplexity and accuracy."""
+    """What may be lost: KL in nats per token, shares of positions, of the source's perplexity, accuracy."""
 
     mean_kl: float
     p99_kl: float
