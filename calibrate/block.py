@@ -112,12 +112,6 @@ def observe(layer: Layer, batches: Sequence[Batch]) -> LayerTap:
     return tap
 
 
-def advance(layer: Layer, batches: Sequence[Batch]) -> None:
-    """Replaces each batch's hidden states by the layer's output."""
-    for batch in batches:
-        batch.hidden = layer(batch.hidden, batch.rope, batch.attend)
-
-
 def _stem(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
     """A decoder without layers: it embeds and makes rotations."""
     config = checkpoint.config

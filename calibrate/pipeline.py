@@ -1,12 +1,12 @@
 """One quantize run, layer by layer, with one layer's weights in memory at a time.
 
     embed the calibration sequences
-    for each layer: load it -> run it dense and watch its inputs -> search and move scales, search ranges
-                    -> quantize -> write -> run it quantized: the next layer is calibrated on its output
+    for each layer: load it -> quantize it (layer.py), which makes the next layer's inputs -> write it
     copy what is not quantized, check, rename the folder into place
 
-Each layer thus sees the errors that the layers before it really make (as GPTQ does it, and llm-compressor by
-default), not the activations of the dense model. Round-to-nearest looks at no activation, so it runs none.
+Each layer, and each linear within it, thus sees the errors that those before it really make (as GPTQ does it,
+and llm-compressor by default), not the activations of the dense model. Round-to-nearest looks at no
+activation, so it runs none.
 
 On a processor with bfloat16 matrix units activations are bfloat16, elsewhere float32. On one layer of
 SmolLM2-135M both made the same choices, and bfloat16 took 0.6 of the processor time.
@@ -25,22 +25,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qinfer.calibrate import health
-from qinfer.calibrate.block import Batch, advance, dense_layer, embed_batches, layer_of, load_block, observe
+from qinfer.calibrate.block import Batch, embed_batches, load_block
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calibration_sequences
-from qinfer.calibrate.mappings import Block
+from qinfer.calibrate.layer import LayerPlan, quantize_layer
 from qinfer.calibrate.recipe import PRESETS, Recipe, settle
 from qinfer.calibrate.report import FILE_NAME, LayerReport, QuantizeReport
-from qinfer.calibrate.roundtrip import dequantized
-from qinfer.calibrate.search import Choice
 from qinfer.calibrate.selftext import Generate, engine_generate
-from qinfer.calibrate.transform import Workbench, clip, output_errors, transform
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
-from qinfer.checkpoint.names import layer_modules, layer_prefix, layer_tensors, linear_shape
+from qinfer.checkpoint.names import layer_groups, layer_modules, layer_tensors
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.env import cpu_features
 from qinfer.errors import UserError
-from qinfer.quant import Ranges, quantize_named
 from qinfer.tokenizer import Tokenizer
 
 __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
@@ -83,6 +79,7 @@ def prepare(
     method: str | None = None,
     group_size: int | None = None,
     symmetric: bool | None = None,
+    ranges: str | None = None,
     calibration: str | Iterable[Document] | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -99,7 +96,7 @@ def prepare(
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
-    recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric)
+    recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
     for note in recipe.notes:
         logger.warning(note)
     CheckpointWriter(source, out, overwrite=overwrite).abort()  # refuses now what it would refuse later
@@ -176,6 +173,7 @@ def _run(
     result = QuantizeReport(
         scheme=scheme.label,
         method=job.recipe.method,
+        ranges=job.recipe.ranges,
         notes=job.recipe.notes,
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
@@ -191,76 +189,24 @@ def _quantize_layer(
     job: QuantizeJob, index: int, batches: list[Batch], dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], LayerReport]:
     """Full names and tensors of the quantized layer; the batches move on through it."""
-    start = time.perf_counter()
-    config, scheme = job.source.config, job.recipe.scheme
-    block = load_block(job.source, index)
-    choices: list[Choice] = []
-    clipped: dict[str, tuple[Ranges, float]] = {}
-    bench: Workbench | None = None
-    if batches:
-        layer = dense_layer(config, index, block, device=_CPU, dtype=dtype)
-        kept = [batch for batch in batches if batch.keep]
-        bench = Workbench(
-            config, index, layer, kept, observe(layer, batches), scheme, job.storage, _CPU, dtype
-        )
-        choices = transform(bench, block, job.recipe.method)
-        if job.recipe.method == "awq":
-            clipped = clip(bench, block)
-    linears = _quantize_linears(job, index, block, clipped)
-    read_back = {module: scheme.dequantize(tensors) for module, tensors in linears.items()}
-    errors: dict[str, float] = {}
-    if bench is not None:
-        shards = {module: dequantized(scheme, linears[module], read_back[module]) for module in linears}
-        errors = output_errors(bench, block, shards)
-        advance(layer_of(config, index, block, shards, device=_CPU, dtype=dtype), batches)
-    report = LayerReport(
-        index=index,
-        seconds=time.perf_counter() - start,
-        weight_errors={m: _relative_error(w, block[f"{m}.weight"]) for m, w in read_back.items()},
-        output_errors=errors,
-        scales=[
-            {"mapping": c.mapping, **c.setting, "loss": c.loss, "unscaled_loss": c.unscaled_loss}
-            for c in choices
-        ],
-        clipping={module: share for module, (_, share) in clipped.items()},
+    config, recipe = job.source.config, job.recipe
+    plan = LayerPlan(
+        config,
+        index,
+        {group.name: recipe.scheme for group in layer_groups(config)},
+        recipe.transform,
+        recipe.ranges,
+        recipe.by_gptq,
+        job.storage,
+        _CPU,
+        dtype,
     )
-    return _file_tensors(job, index, block, linears), report
-
-
-def _quantize_linears(
-    job: QuantizeJob, index: int, block: Block, clipped: dict[str, tuple[Ranges, float]]
-) -> dict[str, dict[str, Tensor]]:
-    """Each linear's file tensors, checked, by relative module name."""
-    prefix, scheme = layer_prefix(job.source.config, index), job.recipe.scheme
-    linears = {}
-    for module in layer_modules(job.source.config):
-        ranges = clipped[module][0] if module in clipped else None
-        weight = block[f"{module}.weight"]
-        tensors = quantize_named(scheme, f"{prefix}{module}.weight", weight, ranges, dtype=job.storage)
-        shape = linear_shape(job.source.config, module)
-        health.check_linear(prefix + module, tensors, scheme, shape, job.storage)
-        linears[module] = tensors
-    return linears
-
-
-def _file_tensors(
-    job: QuantizeJob, index: int, block: Block, linears: dict[str, dict[str, Tensor]]
-) -> dict[str, Tensor]:
-    """The layer under its full names: quantized linears, and norms and biases in the dtype they had."""
-    prefix = layer_prefix(job.source.config, index)
-    tensors = {
-        f"{prefix}{module}.{suffix}": tensor for module, t in linears.items() for suffix, tensor in t.items()
-    }
-    weights = {f"{module}.weight" for module in linears}
-    for name, tensor in block.items():
-        if name not in weights:
-            tensors[prefix + name] = tensor.to(job.source.tensor(prefix + name).dtype)
-    return tensors
-
-
-def _relative_error(out: Tensor, reference: Tensor) -> float:
-    norm = float(reference.norm())
-    return float((out - reference).norm()) / norm if norm else 0.0
+    tensors, report = quantize_layer(plan, load_block(job.source, index), batches)
+    dense = layer_tensors(config, index)
+    named = {plan.prefix + name: tensor for name, tensor in tensors.items()}
+    for name in dense.keys() & named.keys() - {f"{plan.prefix}{m}.weight" for m in layer_modules(config)}:
+        named[name] = named[name].to(job.source.tensor(name).dtype)  # norms and biases, in the dtype they had
+    return named, report
 
 
 def _fast_dtype() -> torch.dtype:

@@ -44,16 +44,6 @@ def full_ranges(weight: Tensor, group_size: int, *, symmetric: bool) -> Ranges:
     return groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
 
 
-def second_moments(inputs: list[Tensor], group_size: int) -> Tensor:
-    """Sum over the tokens of x_g x_g^T for each group: tensors [T, K] -> [groups, g, g], float32."""
-    width = inputs[0].shape[1]
-    moments = torch.zeros(width // group_size, group_size, group_size)
-    for x in inputs:
-        groups = x.float().view(x.shape[0], -1, group_size).transpose(0, 1)
-        moments += (groups.transpose(1, 2) @ groups).cpu()
-    return moments.to(inputs[0].device)
-
-
 def weight_error(delta: Tensor) -> Tensor:
     """What `mse` judges by."""
     return delta.abs().pow_(_NORM).sum(-1)
@@ -79,7 +69,8 @@ def search_ranges(
     rows = len(weight) if weight.is_cuda else max(1, _CHUNK // weight.shape[1])
     lows, highs = [], []
     before = after = 0.0
-    for part in weight.split(rows):
+    for start in range(0, len(weight), rows):
+        part = weight[start : start + rows]
         groups = part.view(len(part), -1, group_size).transpose(0, 1).contiguous()
         search = _Search(groups, grid_of, error_of, symmetric=symmetric)
         before += float(search.error.sum())

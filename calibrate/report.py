@@ -18,10 +18,12 @@ class LayerReport:
     seconds: float
     weight_errors: dict[str, float]  # by module, after scaling
     output_errors: dict[str, float] = field(default_factory=dict)  # by group, on calibration inputs
+    input_absmax: dict[str, float] = field(default_factory=dict)  # by group
     scales: list[dict[str, Any]] = field(default_factory=list)  # mapping, setting, loss, unscaled_loss
     clipping: dict[str, float] = field(
         default_factory=dict
-    )  # by module: output error as a share of unclipped
+    )  # by module: error of searched ranges as a share of the full ranges'
+    notes: dict[str, str] = field(default_factory=dict)  # by group, where something was not as usual
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class QuantizeReport:
 
     scheme: str  # label, "w4a16 g64 asym"
     method: str
+    ranges: str
     notes: tuple[str, ...]
     calibration: dict[str, Any] | None  # source, seed, number of tokens, hash; None where no text was needed
     propagated: str  # what a layer was calibrated on

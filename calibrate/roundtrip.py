@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qinfer.calibrate.grid import Grid
 from qinfer.model.linear import FileTensors
-from qinfer.quant import W4A16, ActivationFormat, Dense, Ranges, Scheme, W8A16Int8
+from qinfer.quant import W4A16, ActivationFormat, Dense, Ranges, Scheme, W8A8Fp8Static, W8A16Int8
 from qinfer.quant.rounding import absmax_ranges
 
 
@@ -30,15 +30,19 @@ def as_read_back(
     return grid.map(lambda x: x.unsqueeze(-1)).nearest(parts).flatten(-2)
 
 
-def judged(
-    scheme: Scheme, weight: Tensor, ranges: Ranges | None = None, *, dtype: torch.dtype
-) -> FileTensors:
-    """A linear that computes what the scheme's would: itself where inputs are quantized too, else dense."""
+def judged(scheme: Scheme, weight: Tensor, input_absmax: float, *, dtype: torch.dtype) -> FileTensors:
+    """A linear that computes what the scheme's would: itself where inputs are quantized too, else dense.
+
+    `input_absmax` is for a static scheme, whose inputs are no larger.
+    """
     if scheme.activations is ActivationFormat.NONE:
-        return Dense(), {"weight": as_read_back(scheme, weight, ranges, dtype=dtype)}
-    return scheme, scheme.quantize(weight, ranges, dtype=dtype)
+        return Dense(), {"weight": as_read_back(scheme, weight, dtype=dtype)}
+    tensors = scheme.quantize(weight, dtype=dtype)
+    if isinstance(scheme, W8A8Fp8Static):
+        tensors = scheme.with_input_range(tensors, input_absmax)
+    return scheme, tensors
 
 
 def dequantized(scheme: Scheme, tensors: Mapping[str, Tensor], weight: Tensor) -> FileTensors:
-    """`judged` for file tensors that exist, whose weight has been read back."""
+    """The same for file tensors that exist, whose weight has been read back."""
     return (Dense(), {"weight": weight}) if scheme.activations is ActivationFormat.NONE else (scheme, tensors)

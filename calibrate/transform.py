@@ -1,4 +1,4 @@
-"""Finds and applies the scales and ranges of one layer, for SmoothQuant and AWQ alike.
+"""Finds and applies the scales of one layer, for SmoothQuant and AWQ alike.
 
 Both methods move a scale through the layer's mappings and differ in which mappings they use and which scales
 they propose. A proposal is judged by what it is for: the module's output (attention for q/k/v, MLP for
@@ -20,19 +20,15 @@ from torch import Tensor
 from qinfer import ops
 from qinfer.calibrate import awq, smoothquant
 from qinfer.calibrate.block import Batch
-from qinfer.calibrate.grid import Grid
 from qinfer.calibrate.mappings import Block, ScaleMapping, apply_scale, scale_mappings
 from qinfer.calibrate.observe import GroupStats, LayerTap
-from qinfer.calibrate.ranges import Ranges, output_error, search_ranges, second_moments
 from qinfer.calibrate.roundtrip import judged
 from qinfer.calibrate.search import Choice, search_scale
+from qinfer.calibrate.stages import get_linear
 from qinfer.config import ModelConfig
 from qinfer.model.decoder import Layer
-from qinfer.model.linear import FileTensors, Linear
-from qinfer.quant import W4A16, Dense, Scheme
-
-# Clipping these distorts the product of q and k; Phi-3's fused projection holds both.
-NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.qkv_proj")
+from qinfer.model.linear import Linear
+from qinfer.quant import W4A16, Scheme, W8A8Fp8Static
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Workbench:
     layer: Layer
     batches: list[Batch]  # those whose inputs the tap kept, in its order
     tap: LayerTap
-    scheme: Scheme
+    schemes: Mapping[str, Scheme]  # by group
     storage: torch.dtype  # of scales and norms in the checkpoint
     device: torch.device
     dtype: torch.dtype  # of the computation
@@ -54,14 +50,9 @@ class Workbench:
         """The layer's name in messages."""
         return f"layer {self.index}"
 
-    def linear(self, group: str) -> Linear:
-        """The dense linear of a group."""
-        attention, mlp = self.layer.attention, self.layer.mlp
-        return {"qkv": attention.qkv, "o": attention.o, "gate_up": mlp.gate_up, "down": mlp.down}[group]
-
     def outputs(self, group: str, inputs: list[Tensor], linear: Linear | None = None) -> list[Tensor]:
         """Outputs of the group's module for inputs of its linears; `linear` stands in for the group's own."""
-        linear = linear or self.linear(group)
+        linear = linear or get_linear(self.layer, group)
         if group in ("o", "down"):
             return [linear(x) for x in inputs]
         if group == "gate_up":
@@ -95,26 +86,6 @@ def transform(bench: Workbench, block: Block, method: str) -> list[Choice]:
     return choices
 
 
-def clip(bench: Workbench, block: Block) -> dict[str, tuple[Ranges, float]]:
-    """Ranges of each linear that may be clipped: module -> (ranges, output error as a share of unclipped)."""
-    scheme = bench.scheme
-    if not isinstance(scheme, W4A16):
-        return {}  # one range per row of 8 bits: nothing to gain
-    found = {}
-    for mapping in scale_mappings(bench.config):
-        moments = second_moments(bench.tap.inputs[mapping.group], scheme.group_size)
-        for module in mapping.consumers:
-            if module not in NEVER_CLIPPED:
-                found[module] = search_ranges(
-                    block[f"{module}.weight"],
-                    scheme.group_size,
-                    lambda ranges: Grid.of(scheme, ranges, bench.storage),
-                    output_error(moments),
-                    symmetric=scheme.symmetric,
-                )
-    return found
-
-
 def _candidates(
     bench: Workbench, block: Block, mapping: ScaleMapping, method: str
 ) -> Iterator[tuple[dict[str, float], Tensor]]:
@@ -122,7 +93,8 @@ def _candidates(
     weight = torch.cat([block[f"{module}.weight"] for module in mapping.consumers])
     if method == "smoothquant":
         return smoothquant.candidates(mapping.reduce(stats.absmax), mapping.reduce(weight.abs().amax(0)))
-    group_size = bench.scheme.group_size if isinstance(bench.scheme, W4A16) else weight.shape[1]
+    scheme = bench.schemes[mapping.group]
+    group_size = scheme.group_size if isinstance(scheme, W4A16) else weight.shape[1]
     magnitude = awq.relative_magnitude(weight, group_size)
     return awq.candidates(mapping.reduce(stats.mean), mapping.reduce(magnitude))
 
@@ -136,29 +108,15 @@ def _loss(
     scale: Tensor,
 ) -> float:
     """Mean squared error of the module's output with the group quantized after `scale`."""
-    columns = mapping.expand(scale)
+    columns, scheme = mapping.expand(scale), bench.schemes[mapping.group]
+    divided = [x / columns.to(x) for x in inputs]
+    absmax = max(float(x.abs().amax()) for x in divided) if isinstance(scheme, W8A8Fp8Static) else 0.0
     shards = [
-        judged(bench.scheme, block[f"{module}.weight"] * columns, dtype=bench.storage)
+        judged(scheme, block[f"{module}.weight"] * columns, absmax, dtype=bench.storage)
         for module in mapping.consumers
     ]
-    linear = Linear(shards, bench.linear(mapping.group).bias, device=bench.device, dtype=bench.dtype)
-    divided = [x / columns.to(x) for x in inputs]
+    bias = get_linear(bench.layer, mapping.group).bias
+    linear = Linear(shards, bias, device=bench.device, dtype=bench.dtype)
     outputs = bench.outputs(mapping.group, divided, linear)
     total = sum(float((o - r).float().square().sum()) for o, r in zip(outputs, reference, strict=True))
     return total / sum(r.numel() for r in reference)
-
-
-def output_errors(bench: Workbench, block: Block, shards: Mapping[str, FileTensors]) -> dict[str, float]:
-    """||quantized - dense|| / ||dense|| of each group's output without bias, on the inputs kept."""
-    errors = {}
-    for mapping in scale_mappings(bench.config):
-        dense = [(Dense(), {"weight": block[f"{module}.weight"]}) for module in mapping.consumers]
-        quantized = [shards[module] for module in mapping.consumers]
-        exact, rounded = (Linear(s, None, device=bench.device, dtype=bench.dtype) for s in (dense, quantized))
-        difference = size = 0.0
-        for x in bench.tap.inputs[mapping.group]:
-            reference = exact(x).float()
-            difference += float((rounded(x).float() - reference).square().sum())
-            size += float(reference.square().sum())
-        errors[mapping.group] = (difference / size) ** 0.5 if size else 0.0
-    return errors

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qinfer.calibrate import layer as layer_module
 from qinfer.calibrate import pipeline
-from qinfer.calibrate.block import advance, dense_layer, embed_batches, layer_of, load_block, observe
+from qinfer.calibrate.block import dense_layer, embed_batches, layer_of, load_block, observe
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules, layer_modules
 from qinfer.errors import CheckpointError, UserError
@@ -135,7 +136,7 @@ def test_c09_a_layer_is_calibrated_on_the_quantized_layers_before_it(tmp_path, m
         seen.append(tap)
         return tap
 
-    monkeypatch.setattr(pipeline, "observe", spy)
+    monkeypatch.setattr(layer_module, "observe", spy)
     job = _prepare(source, tmp_path / "out", scheme="int8")
     pipeline.run(job, progress=False)
     checkpoint, result = open_checkpoint(source), open_checkpoint(tmp_path / "out")
@@ -149,7 +150,9 @@ def test_c09_a_layer_is_calibrated_on_the_quantized_layers_before_it(tmp_path, m
         for name in ("input_layernorm.weight", "post_attention_layernorm.weight")
     }
     with torch.inference_mode():
-        advance(layer_of(result.config, 0, others, linears, device=CPU, dtype=torch.float32), batches)
+        first = layer_of(result.config, 0, others, linears, device=CPU, dtype=torch.float32)
+        for batch in batches:
+            batch.hidden = first(batch.hidden, batch.rope, batch.attend)
         second = dense_layer(result.config, 1, load_block(checkpoint, 1), device=CPU, dtype=torch.float32)
         by_hand = observe(second, batches)
     for group in ("qkv", "o", "gate_up", "down"):
@@ -278,14 +281,14 @@ def test_nan_weight_stops_the_run_and_leaves_nothing(tmp_path):
 
 def test_forgotten_tensor_stops_the_run(tmp_path, monkeypatch):
     source = tiny_model("llama", tmp_path / "source")
-    real = pipeline._file_tensors
+    real = pipeline._quantize_layer
 
     def forgetful(*arguments):
-        tensors = real(*arguments)
+        tensors, report = real(*arguments)
         tensors.pop("model.layers.1.mlp.down_proj.weight_scale", None)
-        return tensors
+        return tensors, report
 
-    monkeypatch.setattr(pipeline, "_file_tensors", forgetful)
+    monkeypatch.setattr(pipeline, "_quantize_layer", forgetful)
     with pytest.raises(CheckpointError, match=r"missing .*down_proj\.weight_scale"):
         pipeline.run(_prepare(source, tmp_path / "out", scheme="fp8"), progress=False)
     assert not (tmp_path / "out").exists()
@@ -298,7 +301,7 @@ def test_c08_lack_of_memory_names_the_two_limits(tmp_path, monkeypatch, error):
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(pipeline, "observe", fail)
+    monkeypatch.setattr(layer_module, "observe", fail)
     job = _prepare(tiny_model("llama", tmp_path / "source"), tmp_path / "out")
     with pytest.raises(UserError, match="num_samples or max_seq_len"):
         pipeline.run(job, progress=False)
@@ -308,7 +311,7 @@ def test_other_errors_are_not_disguised(tmp_path, monkeypatch):
     def fail(*_):
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(pipeline, "observe", fail)
+    monkeypatch.setattr(layer_module, "observe", fail)
     job = _prepare(tiny_model("llama", tmp_path / "source"), tmp_path / "out")
     with pytest.raises(RuntimeError, match="shapes do not match"):
         pipeline.run(job, progress=False)

@@ -39,5 +39,5 @@ def test_search_does_not_change_its_weight():
 
 def test_judged_is_dense_only_where_inputs_are_not_quantized():
     weight = torch.randn(8, 64)
-    assert judged(W4A16(64, False), weight, dtype=torch.float32)[0] == Dense()
-    assert judged(W8A8Int8(), weight, dtype=torch.float32)[0] == W8A8Int8()
+    assert judged(W4A16(64, False), weight, 0.0, dtype=torch.float32)[0] == Dense()
+    assert judged(W8A8Int8(), weight, 0.0, dtype=torch.float32)[0] == W8A8Int8()
