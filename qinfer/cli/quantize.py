@@ -17,12 +17,16 @@ def quantize(
     scheme: Annotated[
         str,
         typer.Option(
-            help="A preset (int8, fp8, awq) or a scheme: w8a8-int8, w8a16-int8, w8a8-fp8, w4a16.",
+            help="A preset (int8, fp8, awq, gptq) or a scheme: w8a8-int8, w8a16-int8, w8a8-fp8, "
+            "w8a8-fp8-static, w8a8-fp8-block, w8a16-fp8, w4a16.",
         ),
     ] = "int8",
     method: Annotated[
         str | None,
-        typer.Option(help="rtn, smoothquant or awq. Default: the preset's, else rtn.", show_default=False),
+        typer.Option(
+            help="rtn, smoothquant, awq, gptq, smoothquant+gptq or awq+gptq. Default: the preset's, else rtn.",
+            show_default=False,
+        ),
     ] = None,
     group_size: Annotated[
         int | None,
@@ -31,6 +35,13 @@ def quantize(
     symmetric: Annotated[
         bool | None,
         typer.Option("--sym/--asym", help="Without or with zero points (w4a16).", show_default=False),
+    ] = None,
+    ranges: Annotated[
+        str | None,
+        typer.Option(
+            help="What weights' ranges are judged by: absmax, mse, imatrix or output. Default: the method's.",
+            show_default=False,
+        ),
     ] = None,
     calibration: Annotated[
         str | None,
@@ -72,6 +83,7 @@ def quantize(
                 method=method,
                 group_size=group_size,
                 symmetric=symmetric,
+                ranges=ranges,
                 calibration=calibration,
                 num_samples=num_samples,
                 max_seq_len=max_seq_len,
