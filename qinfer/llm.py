@@ -23,7 +23,6 @@ import torch
 from qinfer import llm_tasks
 from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint
-from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
 from qinfer.engine.admission import check_text
@@ -34,6 +33,7 @@ from qinfer.engine.pooling import Pooling
 from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError, check_flags
 from qinfer.evals.certificate import GateStatus
+from qinfer.generation_config import default_params
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams
 from qinfer.model.decoder import load_decoder
@@ -85,6 +85,8 @@ class LLM:
         scheme: str | None = None,
         group_size: int | None = None,
         symmetric: bool | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
         **engine_options: Any,
     ) -> None:
         """Loads a folder, hub id, .gguf file or built-in name; other keywords are those of EngineOptions.
@@ -104,6 +106,7 @@ class LLM:
         weights = Weights(load_format, scheme, group_size, symmetric, seed)
         checkpoint = open_model(model, weights, revision=revision, token=hf_token)
         self.path = checkpoint.path
+        self._default_params = default_params(self.path, generation_config, override_generation_config or {})
         self.served_model_names = _served_names(
             str(model) if served_model_name is None else served_model_name
         )
@@ -300,16 +303,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, over the defaults of SamplingParams."""
-        path = self.path / "generation_config.json"
-        raw = read_json(path) if path.is_file() else {}
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {name: raw[name] for name in names if raw.get(name) is not None}
-        if raw.get("max_new_tokens") is not None:
-            given["max_tokens"] = raw["max_new_tokens"]
-        try:
-            return SamplingParams(**given)
-        except UserError as error:
-            raise UserError(f"{path}: {error}", error.parameter) from None
+        return self._default_params.clone()
 
     def get_metrics(self) -> dict[str, float]:
         """The engine's counters and gauges by name."""

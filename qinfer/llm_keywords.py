@@ -30,8 +30,6 @@ _ABSENT: dict[str, Any] = {
     "quantization_config": None,
     "logits_processors": None,
     "speculative_config": None,
-    "generation_config": "auto",
-    "override_generation_config": None,
     "enable_lora": False,
 }
 ABSENT_METHODS = frozenset(

@@ -154,6 +154,13 @@ def test_torch_free_modules_do_not_import_torch():
     assert not {"torch", "transformers", "numpy"} & set(loaded)
 
 
+def test_a_server_takes_its_port_before_it_loads_torch():
+    code = "import json, sys, qinfer.server.run, qinfer.cli.serve; print(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(run_python(code)))
+    assert "qinfer.server.waiting" in loaded
+    assert not {"torch", "transformers"} & loaded
+
+
 def test_importing_qinfer_is_cheap():
     loaded = set(json.loads(run_python("import json, sys, qinfer; print(json.dumps(sorted(sys.modules)))")))
     assert not {"torch", "transformers", "typer", "fastapi", "numpy"} & loaded

@@ -33,6 +33,26 @@ ToolCallParserOption = Annotated[
     Literal["auto", "hermes", "llama3_json", "none"],
     typer.Option(help="The form in which the model calls tools; auto: as its chat template shows."),
 ]
+QueuedReqsOption = Annotated[
+    int, typer.Option(min=1, help="Sequences, running and waiting, beyond which requests get 503.")
+]
+QueuedTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Prompt tokens, running and waiting, beyond which requests get 503."),
+]
+ShutdownTimeoutOption = Annotated[
+    float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM or Ctrl-C.")
+]
+SchedulingPolicyOption = Annotated[
+    Literal["fcfs", "priority"],
+    typer.Option(help="Who runs first: who came first, or whose `priority` is smaller."),
+]
+GenerationConfigOption = Annotated[
+    str, typer.Option(help="Default sampling: auto (the model's own), vllm (none), or a folder's.")
+]
+OverrideGenerationConfigOption = Annotated[
+    str | None, typer.Option(help='What replaces parts of it, as JSON: {"temperature": 0.5}.')
+]
 MetricsCompatOption = Annotated[
     Literal["vllm", "none"], typer.Option(help="Whose names /metrics has beside qinfer's own.")
 ]

@@ -8,6 +8,8 @@ errors, and the API key.
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -19,12 +21,13 @@ from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
 from qinfer.server import chat, completions, embeddings, errors, tokens
 from qinfer.server.chat_protocol import ChatRequest
+from qinfer.server.door import Door, PassDoor
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
 from qinfer.server.http_metrics import HttpMetrics
 from qinfer.server.live import live_routes
 from qinfer.server.metrics import ServerMetrics
-from qinfer.server.middleware import BoundBody, RequestFrame, RequireKey
+from qinfer.server.middleware import OPEN_PATHS, BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
 from qinfer.server.page import page_routes
 from qinfer.server.protocol import CompletionRequest
@@ -38,12 +41,19 @@ GATE_HEADER = "x-qinfer-gate"
 
 
 def build_app(
-    engine: AsyncLLM, options: ServerOptions | None = None, *, gate: GateStatus | None = None
+    engine: AsyncLLM,
+    options: ServerOptions | None = None,
+    *,
+    gate: GateStatus | None = None,
+    door: Door | None = None,
 ) -> FastAPI:
-    """An app that serves `engine`, which the caller shuts down; `gate` is that of its LLM unless given."""
+    """An app that serves `engine`, which the caller shuts down, as long as `door` is open.
+
+    `gate` is that of the engine's LLM unless given.
+    """
     options = options or ServerOptions()
     names = tuple(options.served_model_names or engine.llm.served_model_names)
-    state = ServerState(engine, names, gate or engine.llm.gate, options)
+    state = ServerState(engine, names, gate or engine.llm.gate, options, door or Door())
     metrics, http = ServerMetrics(engine.max_model_len, options.histogram_bounds), HttpMetrics()
     engine.observe(metrics)
     app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
@@ -68,6 +78,8 @@ def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics, http: 
     if options.api_keys:
         app.add_middleware(RequireKey, keys=tuple(options.api_keys))
     app.add_middleware(BoundBody, max_bytes=options.max_body_bytes)
+    refused = partial(metrics.reject, "draining")
+    app.add_middleware(PassDoor, door=state.door, open_paths=OPEN_PATHS, refused=refused)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -135,7 +147,7 @@ def _operator_routes(state: ServerState, http: HttpMetrics) -> APIRouter:
     @router.post("/ping")
     async def health() -> Response:
         try:
-            await state.engine.check_health()
+            await state.check_health()
         except EngineDeadError as error:
             return errors.Failure(503, str(error)).response()
         gate = {"state": state.gate.state, "line": state.gate.line}

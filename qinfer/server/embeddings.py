@@ -96,6 +96,7 @@ async def answer(state: ServerState, request: EmbeddingsRequest, request_id: str
     if request.dimensions not in (None, size):
         raise ApiError(400, f"this model's vectors have {size} dimensions, and no part of them", "dimensions")
     prompts = await asyncio.to_thread(_prompts, state, request)
+    state.engine.require_room(len(prompts), sum(map(len, prompts)))
     outputs = await _outputs(state, prompts, request_id)
     if any(output.outputs[0].finish_reason == "error" for output in outputs):
         raise ApiError(500, "the model's hidden states are not numbers")

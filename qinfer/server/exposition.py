@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qinfer import backend
 from qinfer.server.facts import cache_facts, model_facts
 from qinfer.server.families import COUNTER, GAUGE, HISTOGRAMS, NUMBERS, Family, HistogramNames
 from qinfer.server.histogram import Histogram
@@ -131,6 +130,8 @@ class EngineCollector(Collector):
         return {reason: self.metrics.finished[reason] for reason in REASONS}
 
     def _fallbacks(self) -> Metric:
+        from qinfer import backend  # imports torch: a server takes its port before
+
         found = [({"op": op, "reason": why}, n) for (op, why), n in dict(backend.fallbacks).items()]
         text = "Times that an op had no kernel for its input and ran in plain torch."
         return _family(COUNTER, "qinfer_kernel_fallbacks", text, self._labels, found, ("op", "reason"))

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from qinfer.backend import model_device, runs_kernels
-from qinfer.quant import Dense
-
 if TYPE_CHECKING:
     from qinfer.llm import LLM
 
@@ -17,6 +14,9 @@ def model_facts(llm: LLM) -> dict[str, str]:
 
     `group_size` is empty where scales are not of groups.
     """
+    from qinfer.backend import model_device, runs_kernels  # imports torch: a server takes its port before
+    from qinfer.quant import Dense
+
     compute = str(llm.dtype).removeprefix("torch.")
     weights = [(scheme.group() or {}).get("weights") or {} for scheme in llm.schemes]
     bits = [str(one.get("num_bits") or 8 * llm.dtype.itemsize) for one in weights]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,9 @@ class ServerOptions:
     `web_page`: whether there is one at `/`.
     `tool_call_parser`: the form in which the model calls tools, "auto": as its chat template shows.
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
-    comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. `dev_mode`
+    comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. What would
+    bring more than `max_num_queued_reqs` sequences or `max_num_queued_tokens` prompt tokens together, running
+    or waiting, gets 503. After SIGTERM requests have `shutdown_timeout` seconds to end. `dev_mode`
     (QINFER_SERVER_DEV_MODE=1) adds routes for those who measure the server.
     """
 
@@ -34,6 +37,9 @@ class ServerOptions:
     max_body_bytes: int = MAX_BODY_BYTES
     keep_alive_seconds: float | None = None
     force_usage: bool = False
+    max_num_queued_reqs: int | None = 16384
+    max_num_queued_tokens: int | None = None
+    shutdown_timeout: float = 0.0
     trust_request_chat_template: bool = False
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
     dev_mode: bool = field(default_factory=lambda: os.environ.get("QINFER_SERVER_DEV_MODE") == "1")
@@ -43,6 +49,11 @@ class ServerOptions:
             raise UserError("an API key is empty: give one that cannot be guessed, or none at all", "api_key")
         if self.max_body_bytes < 1:
             raise UserError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}", "max_body_bytes")
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise UserError(
+                f"shutdown_timeout must be a number of seconds, at least 0, not {self.shutdown_timeout}",
+                "shutdown_timeout",
+            )
         if self.keep_alive_seconds is not None and not self.keep_alive_seconds > 0:
             raise UserError(
                 f"keep_alive_seconds must be more than 0, not {self.keep_alive_seconds}", "keep_alive_seconds"

@@ -2,9 +2,8 @@
 
 The order is the point. First the port, so that a mistake costs no loading; then the model, on the main
 thread, while `waiting` answers 503; then uvicorn on the same socket, and one line that says where. SIGTERM
-and SIGINT end it the same way at any time: during loading at once, later by ending every request with an
-error, closing, and joining the engine's thread; exit code 0. A second signal, or a step that takes longer
-than the grace, ends the process without waiting.
+and SIGINT end it at any time with exit code 0: during loading at once, later as `ending` says. The engine's
+death is exit code 1.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import sys
@@ -25,7 +23,10 @@ from fastapi import FastAPI
 
 from qinfer.async_llm import AsyncLLM
 from qinfer.server.app import build_app
+from qinfer.server.door import Door
+from qinfer.server.ending import GRACE, Ending, leave
 from qinfer.server.options import ServerOptions
+from qinfer.server.protocol_errors import JsonH11
 from qinfer.server.waiting import LoadingAnswers, listen
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-GRACE = 3.0  # seconds for answers to end, and again for the step that the engine is in
 
 
 def serve(
@@ -49,13 +49,23 @@ def serve(
 
     `on_ready` is told the URL and the model once requests are answered; without it a line goes to stderr.
     Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A signal
-    during loading raises SystemExit(0).
+    during loading raises SystemExit(0), the engine's death SystemExit(1).
     """
+    options = options or ServerOptions()
     with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
         with LoadingAnswers(listener):
-            engine = AsyncLLM(load())
-        app = build_app(engine, options)
-        asyncio.run(_serve(app, engine, listener, on_ready or _say_where))
+            engine = AsyncLLM(
+                load(),
+                max_num_queued_reqs=options.max_num_queued_reqs,
+                max_num_queued_tokens=options.max_num_queued_tokens,
+            )
+        door = Door()
+        server = _Server(_config(build_app(engine, options, door=door)))
+        ending = Ending(server, engine, door, options.shutdown_timeout)
+        asyncio.run(_serve(server, engine, ending, listener, on_ready or _say_where))
+        ending.cancel()
+    if engine.errored:
+        raise SystemExit(1)
 
 
 @contextlib.contextmanager
@@ -81,45 +91,41 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def _serve(
-    app: FastAPI, engine: AsyncLLM, listener: socket.socket, on_ready: Callable[[str, LLM], None]
-) -> None:
-    config = uvicorn.Config(
+def _config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
         app,
+        http=JsonH11,
         log_level="warning",
         access_log=False,
         lifespan="off",
         timeout_keep_alive=5,
         timeout_graceful_shutdown=int(GRACE),
     )
-    server = _Server(config)
+
+
+async def _serve(
+    server: _Server,
+    engine: AsyncLLM,
+    ending: Ending,
+    listener: socket.socket,
+    on_ready: Callable[[str, LLM], None],
+) -> None:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
-        loop.add_signal_handler(number, _stop, server, engine)
+        loop.add_signal_handler(number, ending.on_signal)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if not serving.done():
         on_ready(_url(listener), engine.llm)
+    watching = asyncio.ensure_future(ending.watch())
     try:
         await serving
     finally:
+        watching.cancel()
         if not await asyncio.to_thread(engine.shutdown, GRACE):
             logger.warning("the engine is still in a step: leaving without it")
-            _leave()
-
-
-def _stop(server: _Server, engine: AsyncLLM) -> None:
-    if server.should_exit:  # the second time it is meant
-        _leave()
-    engine.shutdown(timeout=0)  # ends all requests; the thread is joined when the server has closed
-    server.should_exit = True
-
-
-def _leave() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # not sys.exit: the interpreter would take the engine's thread apart in the middle of a step
+            leave(int(engine.errored))
 
 
 def _url(listener: socket.socket) -> str:

@@ -10,8 +10,10 @@ from functools import cached_property
 
 from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
+from qinfer.errors import EngineStoppedError
 from qinfer.evals.certificate import GateStatus
 from qinfer.server.call_readers import HermesReader
+from qinfer.server.door import SHUT, Door
 from qinfer.server.errors import ApiError
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import GenerationRequest
@@ -29,6 +31,7 @@ class ServerState:
     model_names: tuple[str, ...]
     gate: GateStatus
     options: ServerOptions
+    door: Door = field(default_factory=Door)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -50,6 +53,12 @@ class ServerState:
         tokenizer = self.engine.tokenizer
         mark = tokenizer.encode(HermesReader.START, add_special_tokens=False)
         return self.tool_parser == "hermes" and mark[0] in tokenizer.special_ids
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError where the engine has died, or the server is to end."""
+        await self.engine.check_health()
+        if not self.door.is_open:
+            raise EngineStoppedError(SHUT)
 
     def check_model(self, name: str | None) -> None:
         """Raises the 404 of an unknown model; None means the served one."""

@@ -1,0 +1,126 @@
+"""How a server ends: draining, cut off, at once, with its engine, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+from typing import Any
+
+import httpx
+import pytest
+
+from qinfer.errors import UserError
+from qinfer.server import ending
+from qinfer.server.options import ServerOptions
+from qinfer.server.waiting import listen
+
+PROMPT, DEADLY, ENDLESS, HELD = [97], [1], [2], [3]
+
+
+class Stream(threading.Thread):
+    """Reads one stream to its end, or to where it breaks off; `lines` are its events so far."""
+
+    def __init__(self, url: str, prompt: list[int]) -> None:
+        super().__init__()
+        self.url, self.lines = url, list[str]()
+        self.body = {"prompt": prompt, "max_tokens": 4000, "stream": True}
+        self.start()
+
+    def run(self) -> None:
+        with (
+            contextlib.suppress(httpx.TransportError),
+            httpx.stream("POST", f"{self.url}/v1/completions", json=self.body, timeout=None) as answer,
+        ):
+            for line in answer.iter_lines():
+                if line:
+                    self.lines.append(line)
+
+    def chunks(self) -> list[dict[str, Any]]:
+        """What the stream has said, once it has ended in order."""
+        self.join()
+        assert self.lines[-1] == "data: [DONE]"
+        return [json.loads(line.removeprefix("data: ")) for line in self.lines[:-1]]
+
+
+def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path, until):
+    process = start_stub(shutdown_timeout=600)
+    url = process.url()
+    streams = [Stream(url, HELD), Stream(url, HELD)]
+    until(lambda: all(stream.lines for stream in streams))
+    process.send(signal.SIGTERM)
+    until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    assert httpx.get(f"{url}/ping").json()["error"]["message"] == "the server is shutting down"
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT})
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    (tmp_path / "release").touch()
+    for stream in streams:
+        choices = [chunk["choices"][0] for chunk in stream.chunks()]
+        assert {choice["text"] for choice in choices} == {"x"}
+        assert [choice["finish_reason"] for choice in choices][-1] == "length"
+    assert process.exit_code() == 0
+    listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()  # free at once
+
+
+def test_h11_what_outlasts_the_patience_ends_with_an_error(start_stub, until):
+    process = start_stub(shutdown_timeout=0.5)
+    stream = Stream(process.url(), HELD)
+    until(lambda: stream.lines)
+    process.send(signal.SIGINT)
+    assert stream.chunks()[-1]["error"]["code"] == 503
+    assert process.exit_code() == 0
+
+
+def test_the_second_signal_leaves_at_once(start_stub, until):
+    process = start_stub(shutdown_timeout=600)
+    url = process.url()
+    stream = Stream(url, HELD)
+    until(lambda: stream.lines)
+    process.send(signal.SIGTERM)
+    until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    process.send(signal.SIGTERM)
+    assert process.exit_code() == 0
+    stream.join()
+    assert stream.lines[-1] != "data: [DONE]"
+
+
+def test_h14_a_dead_engine_ends_the_process_with_one(start_stub, until):
+    process = start_stub(shutdown_timeout=600)
+    url = process.url()
+    stream = Stream(url, HELD)
+    until(lambda: stream.lines)
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": DEADLY}, timeout=None)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["message"] == "the engine has died; the server must be restarted"
+    assert process.exit_code() == 1
+    assert stream.chunks()[-1]["error"]["code"] == 500
+    assert "the engine has died" in "".join(process.said)
+    assert ending.DEATH_SHOWS < ending.DEATH_LAST < 5  # seconds until a supervisor knows, whatever hangs
+
+
+def test_a_step_without_end_does_not_keep_the_process(start_stub):
+    process = start_stub()
+    Stream(process.url(), ENDLESS)
+    process.wait_for("in a step without end")
+    process.send(signal.SIGTERM)
+    assert process.exit_code() == 0
+    assert "the engine is still in a step" in "".join(process.said)
+
+
+def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub, until):
+    process = start_stub()
+    url = process.url()
+    stream = Stream(url, HELD)
+    until(lambda: stream.lines)
+    children = process.children()
+    process.send(signal.SIGKILL)
+    assert process.exit_code() == -signal.SIGKILL
+    assert children == []
+    listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_patience_is_a_number_of_seconds(seconds):
+    with pytest.raises(UserError, match="shutdown_timeout"):
+        ServerOptions(shutdown_timeout=seconds)
