@@ -54,8 +54,7 @@ def _norm(heads: Row, weight: Tensor, norms: HeadNorms) -> None:
 def _turn(heads: Row, cos: Row, sin: Row) -> None:
     """`rope` in place."""
     rotary_dim = cos.shape[-1]
-    turning = heads[:, :rotary_dim]
-    swapped = np.concatenate((turning[:, rotary_dim // 2 :], turning[:, : rotary_dim // 2]), axis=1)
-    swapped *= sin
-    turning *= cos
+    turning = heads[:, :rotary_dim].reshape(len(heads), 2, rotary_dim // 2)  # views all
+    swapped = turning[:, ::-1] * sin.reshape(2, -1)
+    turning *= cos.reshape(2, -1)
     turning += swapped
