@@ -47,6 +47,10 @@ class Task(Protocol):
         """Questions that it has."""
         ...
 
+    def digest(self) -> str:
+        """SHA-256 (hex) of its questions and of how they are put: with another, answers are others."""
+        ...
+
     def ask(self, scorer: Scorer, item_ids: Sequence[int]) -> list[Item]:
         """The model's answers to these questions, in that order."""
         ...

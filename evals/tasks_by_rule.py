@@ -35,6 +35,11 @@ class RuleTask:
     def __len__(self) -> int:
         return self.size
 
+    def digest(self) -> str:
+        """SHA-256 (hex) of its questions and of how they are put."""
+        asked = [self.question(i) for i in range(self.size)]
+        return hashlib.sha256(json.dumps([self.chat, asked]).encode()).hexdigest()
+
     def question(self, item_id: int) -> Question:
         """Question `item_id` of the task."""
         return self.make(Draw(self.name, item_id))

@@ -55,6 +55,11 @@ class LMEvalTask:
     def __len__(self) -> int:
         return len(self._docs)
 
+    def digest(self) -> str:
+        """SHA-256 (hex) of its questions and of how they are put."""
+        config = _plain(self.task.dump_config())
+        return _digest([config, self._chat, [_digest(doc) for doc in self._docs]])
+
     def ask(self, scorer: Scorer, item_ids: Sequence[int]) -> list[Item]:
         """The model's answers to these questions, in that order."""
         lm = EngineLM(scorer, self.name)
@@ -222,6 +227,15 @@ def _answer_text(kind: Kind, instances: Sequence[Instance], choices: Sequence[st
         logliks = _logliks(kind, instances)
         return choices[max(range(len(choices)), key=lambda i: logliks[i])]
     return choices[0] if kind == "loglikelihood" and instances[0].resps[0][1] else ""
+
+
+def _plain(value: Any) -> Any:
+    """A task's configuration with functions by their names, which stay the same from run to run."""
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__qualname__)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _digest(doc: Any) -> str:
