@@ -7,7 +7,7 @@ stops the run, with the names; the folder then never comes into being.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,13 +20,14 @@ from qinfer.quant import Scheme
 _LISTED = 5  # names in a message
 
 
-def expected_names(config: ModelConfig, scheme: Scheme, source_names: Iterable[str]) -> set[str]:
-    """Names of the quantized checkpoint: the source's, with the scheme's tensors for each linear's weight."""
+def expected_names(
+    config: ModelConfig, scheme_of: Callable[[str], Scheme], source_names: Iterable[str]
+) -> set[str]:
+    """Names of the quantized checkpoint: the source's, with its scheme's tensors for each linear's weight."""
     names = set(source_names) - {f"{module}.weight" for module in all_modules(config)}
-    suffixes = {m: scheme.specs(*linear_shape(config, m)) for m in layer_modules(config)}
     for module in all_modules(config):
-        relative = next(m for m in suffixes if module.endswith(f".{m}"))
-        names |= {f"{module}.{suffix}" for suffix in suffixes[relative]}
+        relative = next(m for m in layer_modules(config) if module.endswith(f".{m}"))
+        names |= {f"{module}.{suffix}" for suffix in scheme_of(module).specs(*linear_shape(config, relative))}
     return names
 
 

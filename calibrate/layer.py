@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from qinfer.calibrate import health
 from qinfer.calibrate.block import Batch, biases_and_norms, dense_layer, observe
 from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.groups import HowToRound, RoundedGroup, round_group
+from qinfer.calibrate.kv_scales import WatchedAttention, head_maxima
 from qinfer.calibrate.mappings import Block
 from qinfer.calibrate.report import LayerReport
 from qinfer.calibrate.roundtrip import dequantized
@@ -63,10 +65,16 @@ class LayerPlan:
         return HowToRound(scheme, ranges, self.by_gptq, self.storage)
 
 
-def quantize_layer(
-    plan: LayerPlan, block: Block, batches: Sequence[Batch]
-) -> tuple[dict[str, Tensor], LayerReport]:
-    """Relative names and tensors of the quantized layer, and its report; the batches move on through it.
+class QuantizedLayer(NamedTuple):
+    """Tensors by relative name, the largest key and value of each head {"k", "v": [Hkv]}, the report."""
+
+    tensors: dict[str, Tensor]
+    kv_maxima: dict[str, Tensor]
+    report: LayerReport
+
+
+def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> QuantizedLayer:
+    """Quantizes a layer; the batches move on through it. A method that needs no text has no batches.
 
     `block` is the dense layer, which scales are moved into in place.
     """
@@ -75,10 +83,13 @@ def quantize_layer(
     if plan.transform and batches:
         choices = _transformed(plan, block, batches)
     rounding = _Rounding(plan, block)
+    maxima: dict[str, Tensor] = {}
     if batches:
         layer = dense_layer(plan.config, plan.index, block, device=plan.device, dtype=plan.dtype)
-        for group, inputs in walk(layer, batches, [batch.attend for batch in batches]):
+        attends = [WatchedAttention(batch.num_sequences) for batch in batches]
+        for group, inputs in walk(layer, batches, attends):
             rounding.group(group, Inputs(inputs), layer)
+        maxima = head_maxima(attends)
     else:
         for linear_group in layer_groups(plan.config):
             rounding.group(linear_group.name, None, None)
@@ -95,9 +106,10 @@ def quantize_layer(
             for c in choices
         ],
         clipping=rounding.clipping,
+        kv_absmax={name: absmax.tolist() for name, absmax in maxima.items()},
         notes=rounding.notes,
     )
-    return tensors, report
+    return QuantizedLayer(tensors, maxima, report)
 
 
 def _transformed(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> list[Choice]:

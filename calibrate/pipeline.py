@@ -17,8 +17,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,16 +29,18 @@ from tqdm import tqdm
 from qinfer.calibrate import health
 from qinfer.calibrate.block import Batch, embed_batches, load_block
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calibration_sequences
-from qinfer.calibrate.layer import LayerPlan, quantize_layer
+from qinfer.calibrate.kv_scales import SIDECAR, check_kind, kv_cache_scheme, scale_tensors, sidecar
+from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.recipe import PRESETS, Recipe, settle
-from qinfer.calibrate.report import FILE_NAME, LayerReport, QuantizeReport
+from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.calibrate.selftext import Generate, engine_generate
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
-from qinfer.checkpoint.names import layer_groups, layer_modules, layer_tensors
+from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, layer_tensors
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.env import cpu_features
 from qinfer.errors import UserError
+from qinfer.quant import Scheme
 from qinfer.tokenizer import Tokenizer
 
 __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
@@ -44,6 +48,7 @@ __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 NUM_SAMPLES = 16
 MAX_SEQ_LEN = 512
 SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
+Unit = tuple[int, str]  # a layer and one of its groups, the smallest part that has a scheme of its own
 PROPAGATED = "outputs of the quantized layers before it"
 
 _CPU = torch.device("cpu")
@@ -61,6 +66,10 @@ class QuantizeJob:
     data: CalibrationData | None
     overwrite: bool = False
     dtype: torch.dtype | None = None  # of activations while calibrating; None: what the processor is fast at
+    kv_scales: str | None = None  # one of kv_scales.KV_SCALES
+    mix: Mapping[Unit, Scheme] = field(
+        default_factory=dict
+    )  # units that have another scheme than the recipe's
 
     @property
     def storage(self) -> torch.dtype:
@@ -68,6 +77,24 @@ class QuantizeJob:
         dtype = getattr(torch, self.source.config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def scheme_of(self, index: int, group: str) -> Scheme:
+        """The scheme of one group of one layer."""
+        return self.mix.get((index, group), self.recipe.scheme)
+
+    def scheme_of_module(self, module: str) -> Scheme:
+        """The scheme of a linear by its full name."""
+        return self._schemes[module]
+
+    @cached_property
+    def _schemes(self) -> dict[str, Scheme]:
+        config = self.source.config
+        return {
+            layer_prefix(config, i) + module: self.scheme_of(i, group.name)
+            for i in range(config.num_layers)
+            for group in layer_groups(config)
+            for module in group.modules
+        }
 
 
 def prepare(
@@ -80,6 +107,7 @@ def prepare(
     group_size: int | None = None,
     symmetric: bool | None = None,
     ranges: str | None = None,
+    kv_scales: str | None = None,
     calibration: str | Iterable[Document] | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -97,6 +125,7 @@ def prepare(
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
     recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
+    check_kind(kv_scales)
     for note in recipe.notes:
         logger.warning(note)
     CheckpointWriter(source, out, overwrite=overwrite).abort()  # refuses now what it would refuse later
@@ -104,7 +133,7 @@ def prepare(
     if max_seq_len is not None and max_seq_len > context:
         raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
     data = None
-    if recipe.needs_text:
+    if recipe.needs_text or kv_scales is not None:
         data = calibration_sequences(
             calibration,
             tokenizer,
@@ -115,7 +144,7 @@ def prepare(
         )
     elif calibration is not None:
         logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
-    return QuantizeJob(source, out, recipe, data, overwrite)
+    return QuantizeJob(source, out, recipe, data, overwrite, kv_scales=kv_scales)
 
 
 def run(
@@ -160,16 +189,16 @@ def _run(
         batches = embed_batches(
             job.source, job.data.sequences, search_tokens=SEARCH_TOKENS, device=_CPU, dtype=dtype
         )
-    layers = []
+    layers: list[QuantizedLayer] = []
     for index in tqdm(range(config.num_layers), f"{scheme.label}, {job.recipe.method}", disable=not progress):
-        tensors, report = _quantize_layer(job, index, batches, dtype)
-        layers.append(report)
-        for name, tensor in tensors.items():
+        layer = _quantize_layer(job, index, batches, dtype)
+        for name, tensor in layer.tensors.items():
             write(name, tensor)
+        layers.append(layer._replace(tensors={}))
     in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
     for name in sorted(job.source.names() - in_layers):
         write(name, job.source.tensor(name))
-    health.check_complete(health.expected_names(config, scheme, job.source.names()), written)
+    health.check_complete(_expected_names(job), written)
     result = QuantizeReport(
         scheme=scheme.label,
         method=job.recipe.method,
@@ -178,22 +207,43 @@ def _run(
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
-        layers=tuple(layers),
+        mix={f"layer {i} {group}": s.label for (i, group), s in job.mix.items()},
+        kv_scales=job.kv_scales,
+        layers=tuple(layer.report for layer in layers),
     )
     files = {FILE_NAME: result.to_json(), **extra_files}
-    writer.finish(quantization_config(scheme, ignore=["lm_head"]), files)
+    if job.kv_scales == "int8-head":
+        files[SIDECAR] = sidecar({i: layer.kv_maxima for i, layer in enumerate(layers)})
+    writer.finish(_configuration(job), files)
     return result
 
 
-def _quantize_layer(
-    job: QuantizeJob, index: int, batches: list[Batch], dtype: torch.dtype
-) -> tuple[dict[str, Tensor], LayerReport]:
-    """Full names and tensors of the quantized layer; the batches move on through it."""
+def _expected_names(job: QuantizeJob) -> set[str]:
+    config = job.source.config
+    names = health.expected_names(config, job.scheme_of_module, job.source.names())
+    if kv_cache_scheme(job.kv_scales) is not None:
+        prefixes = [layer_prefix(config, i) for i in range(config.num_layers)]
+        names |= {f"{prefix}self_attn.{x}_scale" for prefix in prefixes for x in "kv"}
+    return names
+
+
+def _configuration(job: QuantizeJob) -> dict[str, Any]:
+    exceptions = {m: job.scheme_of_module(m) for m in all_modules(job.source.config)}
+    return quantization_config(
+        job.recipe.scheme,
+        ignore=["lm_head"],
+        exceptions={m: s for m, s in exceptions.items() if s != job.recipe.scheme},
+        kv_cache_scheme=kv_cache_scheme(job.kv_scales),
+    )
+
+
+def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch], dtype: torch.dtype) -> QuantizedLayer:
+    """The quantized layer, its tensors by full name; the batches move on through it."""
     config, recipe = job.source.config, job.recipe
     plan = LayerPlan(
         config,
         index,
-        {group.name: recipe.scheme for group in layer_groups(config)},
+        {group.name: job.scheme_of(index, group.name) for group in layer_groups(config)},
         recipe.transform,
         recipe.ranges,
         recipe.by_gptq,
@@ -201,12 +251,15 @@ def _quantize_layer(
         _CPU,
         dtype,
     )
-    tensors, report = quantize_layer(plan, load_block(job.source, index), batches)
-    dense = layer_tensors(config, index)
-    named = {plan.prefix + name: tensor for name, tensor in tensors.items()}
-    for name in dense.keys() & named.keys() - {f"{plan.prefix}{m}.weight" for m in layer_modules(config)}:
-        named[name] = named[name].to(job.source.tensor(name).dtype)  # norms and biases, in the dtype they had
-    return named, report
+    layer = quantize_layer(plan, load_block(job.source, index), batches)
+    named = {plan.prefix + name: tensor for name, tensor in layer.tensors.items()}
+    for name in layer_tensors(config, index).keys() & named.keys() & job.source.names():
+        if not name.endswith("_proj.weight"):
+            named[name] = named[name].to(job.source.tensor(name).dtype)  # norms and biases, as they were
+    if job.kv_scales is not None:
+        scales = scale_tensors(job.kv_scales, layer.kv_maxima, job.storage)
+        named |= {plan.prefix + name: tensor for name, tensor in scales.items()}
+    return layer._replace(tensors=named)
 
 
 def _fast_dtype() -> torch.dtype:

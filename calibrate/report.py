@@ -23,6 +23,7 @@ class LayerReport:
     clipping: dict[str, float] = field(
         default_factory=dict
     )  # by module: error of searched ranges as a share of the full ranges'
+    kv_absmax: dict[str, list[float]] = field(default_factory=dict)  # "k" and "v", by key head
     notes: dict[str, str] = field(default_factory=dict)  # by group, where something was not as usual
 
 
@@ -38,6 +39,8 @@ class QuantizeReport:
     propagated: str  # what a layer was calibrated on
     seconds: float
     layers: tuple[LayerReport, ...]
+    mix: dict[str, str] = field(default_factory=dict)  # "layer 3 down" -> label of its own scheme
+    kv_scales: str | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> QuantizeReport:

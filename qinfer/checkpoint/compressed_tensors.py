@@ -112,28 +112,53 @@ def _without_wrappers(name: str) -> list[str]:
     return segments
 
 
-def quantization_config(scheme: Scheme, *, ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    scheme: Scheme,
+    *,
+    ignore: Sequence[str],
+    exceptions: Mapping[str, Scheme] | None = None,
+    kv_cache_scheme: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The dictionary for a model whose linears all have `scheme`, but for those that `ignore` lists.
+
+    `exceptions` have another, by full name: they are declared first, by name, because a reader takes the
+    first group that matches, or a name before a class; those that are dense join `ignore`.
 
     Keys and values are those that readers from compressed-tensors 0.15 and vLLM on accept. `dequantize` is
     for transformers alone: with it asymmetric int4, whose packed zero points it does not load otherwise,
     is unpacked at load.
     """
-    group = scheme.group()
-    assert group is not None, "a dense model has no quantization_config"
+    targets: dict[Scheme, list[str]] = {}
+    for module, other in (exceptions or {}).items():
+        targets.setdefault(other, []).append(module)
+    dense = targets.pop(Dense(), [])
+    targets[scheme] = ["Linear"]
+    groups = {f"group_{i}": _declared(*item) for i, item in enumerate(targets.items())}
+    mixed = len(groups) > 1
+    if mixed:
+        for group, declared in zip(groups.values(), targets, strict=True):
+            group["format"] = FORMAT[declared.name]
     config: dict[str, Any] = {
         "quant_method": METHOD,
-        "format": FORMAT[scheme.name],
+        "format": "mixed-precision" if mixed else FORMAT[scheme.name],
         "quantization_status": "compressed",  # with another word packed weights load as noise
-        "config_groups": {"group_0": {"targets": ["Linear"], **group, "output_activations": None}},
-        "ignore": list(ignore),
-        "kv_cache_scheme": None,
+        "config_groups": groups,
+        "ignore": [*ignore, *dense],
+        "kv_cache_scheme": kv_cache_scheme,
         "global_compression_ratio": None,
         "version": _VERSION,
     }
-    if group["weights"]["num_bits"] == 4 and not group["weights"]["symmetric"]:
+    weights = [group["weights"] for group in groups.values()]
+    if any(w["num_bits"] == 4 and not w["symmetric"] for w in weights):
         config["dequantize"] = True
     return config
+
+
+def _declared(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
+    """One entry of config_groups."""
+    group = scheme.group()
+    assert group is not None, "a dense model has no quantization_config"
+    return {"targets": targets, **group, "output_activations": None}
 
 
 def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any] | None:

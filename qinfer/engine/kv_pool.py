@@ -75,12 +75,14 @@ def scales_in(checkpoint: Checkpoint) -> KVScales:
 
 
 def _scale(checkpoint: Checkpoint, name: str) -> float:
+    """One scale for the layer: of scales per key head the largest, on whose grid all heads fit."""
     tensor = checkpoint.tensor(name)
-    if tensor.numel() != 1:
+    if tensor.numel() not in (1, checkpoint.config.num_kv_heads):
         raise UserError(
-            f"{checkpoint.path}: {name} has shape {list(tensor.shape)}; qinfer reads one scale per layer"
+            f"{checkpoint.path}: {name} has shape {list(tensor.shape)}; qinfer reads one scale per layer, "
+            f"or one for each of {checkpoint.config.num_kv_heads} key heads"
         )
-    return float(tensor)
+    return float(tensor.max())
 
 
 def _settle_scales(scales: KVScales | None, num_layers: int) -> KVScales:
