@@ -24,6 +24,7 @@ import torch
 
 import qinfer
 from qinfer import env
+from qinfer.backend import describe, model_device
 from qinfer.blame import find_blame
 from qinfer.errors import UserError
 from qinfer.evals import fidelity, text
@@ -165,6 +166,17 @@ def _settings(
         "kv_cache_dtype": comparison.serving.kv_cache_dtype,
         "lm_head_dtype": comparison.serving.lm_head_dtype,
         "reference_dtype": name_of(comparison.reference.dtype),
-        "qinfer": qinfer.__version__,
-        "torch": torch.__version__,
+        **_engine(),
     }
+
+
+def _engine() -> dict[str, Any]:
+    """What computed: versions, the kind of device, and how ops run there."""
+    device = model_device()
+    if device.type == "cpu":
+        name, kernels = env.cpu_name(), "plain torch and its CPU ops"
+    else:
+        card = torch.cuda.get_device_properties(device)
+        name, kernels = card.name, describe(card.name, card.major)
+    versions = {"qinfer": qinfer.__version__, "torch": torch.__version__}
+    return {**versions, "device": device.type, "device_name": name, "kernels": kernels}

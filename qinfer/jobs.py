@@ -29,6 +29,7 @@ from qinfer.checkpoint.files import read_json
 from qinfer.errors import UserError, check_counts, check_flags
 from qinfer.evals import certificate, perplexity, report, text
 from qinfer.evals.gate import GateResult
+from qinfer.evals.signature import Signer
 from qinfer.evals.thresholds import profile_named
 
 WAITING_NAME = "qinfer_waiting.json"  # beside a checkpoint without a verdict: the call that made it
@@ -54,6 +55,19 @@ class QuantizeResult(NamedTuple):
         return f"{self.report.to_text()}\n{not_judged if self.gate is None else self.gate.to_text()}"
 
 
+class Seal(NamedTuple):
+    """Who vouches for a certificate, and for how long."""
+
+    signer: Signer | None
+    valid_days: int | None
+
+    @classmethod
+    def prepare(cls, sign: str | Path | None, valid_days: int | None) -> Seal:
+        """Reads the key before anything is measured; UserError where it is none, or for less than a day."""
+        check_counts(valid_days=valid_days)
+        return cls(None if sign is None else Signer.load(Path(sign)), valid_days)
+
+
 def quantize(
     model: str,
     out: Path | str,
@@ -70,6 +84,8 @@ def quantize(
     gate: bool = True,
     profile: str = "standard",
     overwrite: bool = False,
+    sign: str | Path | None = None,
+    valid_days: int | None = None,
     revision: str | None = None,
     hf_token: str | None = None,
     progress: bool = True,
@@ -77,7 +93,7 @@ def quantize(
     """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
 
     Where an earlier call with the same arguments was stopped while it judged, only the judging is done again,
-    with `overwrite` too.
+    with `overwrite` too. `sign` and `valid_days` are for the certificate, as in `evaluate`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
@@ -85,6 +101,7 @@ def quantize(
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
     _check_seed(seed)
     check_source(calibration)
+    seal = Seal.prepare(sign, valid_days)
     folder = _folder_to_write(out)
     source = reading.open_model(model, revision=revision, token=hf_token)
     settings: dict[str, Any] = {
@@ -112,7 +129,7 @@ def quantize(
     if gate:
         candidate = reading.open_model(str(folder))
         serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
-        judged = _certify(compare.Comparison(candidate, serving, source, profile), progress=progress)
+        judged = _certify(compare.Comparison(candidate, serving, source, profile), seal, progress=progress)
     return QuantizeResult(folder, made, judged)
 
 
@@ -126,24 +143,28 @@ def evaluate(
     kv_cache_dtype: str = "auto",
     lm_head_dtype: str = "auto",
     seed: int = 0,
+    sign: str | Path | None = None,
+    valid_days: int | None = None,
     revision: str | None = None,
     hf_token: str | None = None,
     progress: bool = True,
 ) -> GateResult:
     """Judges `model` against its dense source; for a quantized one, writes certificate and report beside it.
 
-    `text_file` replaces the built-in held-out text. The dtypes are those that will serve.
+    `text_file` replaces the built-in held-out text. The dtypes are those that will serve. `sign` is the file
+    of a private key for the certificate; after `valid_days` (None: never) its verdict is void.
     Raises UserError for an unknown option, models that cannot be compared, or a text that cannot be read.
     """
     profile_named(profile)
     _check_seed(seed)
+    seal = Seal.prepare(sign, valid_days)
     candidate = reading.open_model(model, revision=revision, token=hf_token)
     source = reading.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
     serving = reading.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint, lm_head_dtype)
     text_path = None if text_file is None else Path(text_file)
     comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
-    return _certify(comparison, progress=progress)
+    return _certify(comparison, seal, progress=progress)
 
 
 def score_text(
@@ -234,13 +255,20 @@ def _made_before(folder: Path, call: dict[str, Any], *, overwrite: bool) -> Quan
     return QuantizeReport.from_dict(read_json(folder / FILE_NAME))
 
 
-def _certify(comparison: compare.Comparison, *, progress: bool) -> GateResult:
+def _certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> GateResult:
     """Judges, and writes certificate and report beside a candidate that needs them to be served."""
     checkpoint = comparison.candidate.checkpoint
     hashes = certificate.hash_files(checkpoint.path)
     result = compare.judge(comparison, progress=progress)
     if checkpoint.is_quantized:
         document = result.to_dict()
-        certificate.write(checkpoint.path, document, hashes, report.markdown(document))
+        certificate.write(
+            checkpoint.path,
+            document,
+            hashes,
+            report.markdown(document),
+            signer=seal.signer,
+            valid_days=seal.valid_days,
+        )
         (checkpoint.path / WAITING_NAME).unlink(missing_ok=True)
     return result

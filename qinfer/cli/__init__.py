@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import qinfer
-from qinfer.cli import batch, bench, doctor, eval, generate, inspect, plan, quantize, serve
+from qinfer.cli import batch, bench, doctor, eval, gate, generate, inspect, plan, quantize, serve
 from qinfer.cli.usage import usage_line
 from qinfer.errors import GateError, QinferError
 
@@ -34,6 +34,7 @@ app = typer.Typer(
 for name, command, summary in (
     ("quantize", quantize.quantize, "Make a smaller checkpoint and judge it."),
     ("eval", eval.evaluate, "Judge a checkpoint against its source."),
+    ("gate", gate.gate, "Whether a checkpoint's verdict still holds."),
     ("generate", generate.generate, "Continue prompts or answer them."),
     ("serve", serve.serve, "Serve over HTTP as OpenAI does."),
     ("batch", batch.batch, "Answer a file of requests into a file."),

@@ -16,6 +16,8 @@ from qinfer.cli.options import (
     ModelArgument,
     ProfileOption,
     RevisionOption,
+    SignOption,
+    ValidDaysOption,
 )
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
@@ -44,6 +46,8 @@ def evaluate(
     kv_cache_dtype: KVCacheDtypeOption = "auto",
     lm_head_dtype: LMHeadDtypeOption = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    sign: SignOption = None,
+    valid_days: ValidDaysOption = None,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
@@ -63,7 +67,10 @@ def evaluate(
             score = jobs.score_text(model, perplexity, windows=windows, window=window, **common)
         else:
             assert against is not None
-            verdict = jobs.evaluate(model, against=against, profile=profile, text_file=text, **common)
+            sealed: dict[str, Any] = {"sign": sign, "valid_days": valid_days}
+            verdict = jobs.evaluate(
+                model, against=against, profile=profile, text_file=text, **sealed, **common
+            )
     if perplexity is not None:
         show(score.to_dict(), score.to_text(), as_json)
         return

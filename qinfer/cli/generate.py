@@ -29,6 +29,7 @@ from qinfer.cli.options import (
     ModelArgument,
     PrefixCachingOption,
     RevisionOption,
+    TrustOption,
 )
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
@@ -74,6 +75,7 @@ def generate(
     enforce_eager: EnforceEagerOption = False,
     chat_template: ChatTemplateOption = None,
     allow_ungated: AllowUngatedOption = False,
+    trust: TrustOption = None,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
@@ -97,6 +99,7 @@ def generate(
         enforce_eager=enforce_eager,
         chat_template=chat_template,
         allow_ungated=allow_ungated,
+        trust=trust or (),
         revision=revision,
         hf_token=hf_token,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -91,4 +92,22 @@ GroupSizeOption = Annotated[
 SymmetricOption = Annotated[
     bool | None,
     typer.Option("--sym/--asym", help="Without or with zero points (w4a16).", show_default=False),
+]
+TrustOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="KEY",
+        help="A file with a public Ed25519 key, one of which must have signed the verdict. May be repeated.",
+        show_default=False,
+    ),
+]
+SignOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="KEY", help="A file with the private Ed25519 key that signs the verdict.", show_default=False
+    ),
+]
+ValidDaysOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Days after which the verdict is void. Default: never.", show_default=False),
 ]

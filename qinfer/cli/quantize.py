@@ -6,7 +6,15 @@ from typing import Annotated
 
 import typer
 
-from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, ProfileOption, RevisionOption
+from qinfer.cli.options import (
+    HubTokenOption,
+    JsonOption,
+    ModelArgument,
+    ProfileOption,
+    RevisionOption,
+    SignOption,
+    ValidDaysOption,
+)
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
 
@@ -67,6 +75,8 @@ def quantize(
             "it goes on with judging.",
         ),
     ] = False,
+    sign: SignOption = None,
+    valid_days: ValidDaysOption = None,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
@@ -91,6 +101,8 @@ def quantize(
                 gate=gate,
                 profile=profile,
                 overwrite=overwrite,
+                sign=sign,
+                valid_days=valid_days,
                 revision=revision,
                 hf_token=hf_token,
             )

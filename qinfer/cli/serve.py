@@ -33,6 +33,7 @@ from qinfer.cli.options import (
     SeedOption,
     SymmetricOption,
     TokenizerOption,
+    TrustOption,
 )
 from qinfer.cli.output import stdout_kept_for_result, to_json
 from qinfer.cli.server_options import (
@@ -101,6 +102,7 @@ def serve(
     override_generation_config: OverrideGenerationConfigOption = None,
     seed: SeedOption = 0,
     allow_ungated: AllowUngatedOption = False,
+    trust: TrustOption = None,
     revision: RevisionOption = None,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
@@ -134,6 +136,7 @@ def serve(
         chat_template=chat_template,
         seed=seed,
         allow_ungated=allow_ungated,
+        trust=trust or (),
         revision=revision,
         hf_token=hf_token,
         served_model_name=served_model_name or None,

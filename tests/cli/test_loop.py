@@ -28,7 +28,7 @@ def test_quantize_judge_inspect_generate_and_refuse(qinfer, source):
     assert document["out"] == str(out)
     assert document["gate"]["verdict"] == "PASS"
     assert document["report"]["scheme"] == "w8a8-fp8"
-    assert "gate:" in err  # progress is on stderr
+    assert "candidate:" in err  # progress is on stderr
 
     gated = json.loads(qinfer("inspect", out, "--json").stdout)["gate"]
     assert (gated["state"], gated["verdict"]) == ("passed", "PASS")

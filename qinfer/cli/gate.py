@@ -1,0 +1,88 @@
+"""`qinfer gate`: what the gate has said of a checkpoint, and whether that still holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from qinfer.cli.options import JsonOption, KVCacheDtypeOption, LMHeadDtypeOption, SignOption, TrustOption
+from qinfer.cli.output import show, stdout_kept_for_result
+from qinfer.errors import GateError, UserError
+
+if TYPE_CHECKING:
+    from qinfer.evals.clearance import Use
+
+
+def gate(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder.", show_default=False)],
+    trust: TrustOption = None,
+    sign: SignOption = None,
+    kv_cache_dtype: KVCacheDtypeOption = "auto",
+    lm_head_dtype: LMHeadDtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Print the verdict on DIR: exit code 1 unless it would be served, so, now.
+
+    Nothing is measured: every covered file is hashed and compared with the certificate beside it. --sign puts
+    a signature on a certificate that is there, and on nothing that has changed since.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder: give that of a checkpoint", "folder")
+    with stdout_kept_for_result():
+        from qinfer.checkpoint.checkpoint import open_checkpoint
+        from qinfer.evals.certificate import resolve_kv_cache_dtype
+        from qinfer.evals.clearance import Use
+
+        use = Use(resolve_kv_cache_dtype(kv_cache_dtype, folder), lm_head_dtype, trust=tuple(trust or ()))
+        is_quantized = open_checkpoint(folder).is_quantized
+        if sign is not None:
+            _sign(folder, sign)
+        document = {"path": str(folder), **_told(folder, use, is_quantized=is_quantized)}
+    show(document, _text(document), as_json)
+    if document["state"] == "refused":
+        raise typer.Exit(1)
+
+
+def _sign(folder: Path, key: Path) -> None:
+    from qinfer.evals import certificate
+    from qinfer.evals.signature import Signer
+
+    signer = Signer.load(key)
+    if certificate.read(folder)["hashes"] != certificate.hash_files(folder):
+        raise GateError(f"the verdict on {folder} is stale: what has changed since is not signed")
+    certificate.sign(folder, signer)
+
+
+def _told(folder: Path, use: Use, *, is_quantized: bool) -> dict[str, Any]:
+    """Whether it would be served, why, and all that the certificate says but the files' hashes."""
+    from qinfer.evals import certificate, clearance
+
+    try:
+        status = clearance.require(folder, use, "quantized" if is_quantized else "dense")
+        told = {"state": status.state, "line": status.line}
+    except GateError as error:
+        told = {"state": "refused", "line": str(error)}
+    try:
+        written = certificate.read(folder)
+    except GateError:
+        written = {}
+    return {**told, "certificate": {name: value for name, value in written.items() if name != "hashes"}}
+
+
+def _text(document: dict[str, Any]) -> str:
+    written, settings = document["certificate"], document["certificate"].get("settings", {})
+    lines = [f"{'refused' if document['state'] == 'refused' else 'served'}: {document['line']}"]
+    if not written:
+        return lines[0]
+    blame = written.get("blame") or {}
+    lines += [f"verdict {written['verdict']}, given {written['made_at']}"]
+    lines += [f"  {reason}" for reason in written["reasons"]]
+    lines += [f"  {blame['line']}"] if blame else []
+    wanted = ("against", "profile", "text", "tokens", "dtype", "kv_cache_dtype", "qinfer", "device_name")
+    lines += [f"{name.replace('_', ' ')}: {settings[name]}" for name in wanted if name in settings]
+    lines += [f"void: {rule}" for rule in written["expires"]["rules"]]
+    signature = written.get("signature")
+    lines.append(f"signed by {signature['key']}" if signature else "not signed")
+    return "\n".join(lines)
