@@ -67,9 +67,7 @@ class QuantizeJob:
     overwrite: bool = False
     dtype: torch.dtype | None = None  # of activations while calibrating; None: what the processor is fast at
     kv_scales: str | None = None  # one of kv_scales.KV_SCALES
-    mix: Mapping[Unit, Scheme] = field(
-        default_factory=dict
-    )  # units that have another scheme than the recipe's
+    mix: Mapping[Unit, Scheme] = field(default_factory=dict)  # units that have a scheme of their own
 
     @property
     def storage(self) -> torch.dtype:

@@ -284,9 +284,9 @@ def test_forgotten_tensor_stops_the_run(tmp_path, monkeypatch):
     real = pipeline._quantize_layer
 
     def forgetful(*arguments):
-        tensors, report = real(*arguments)
-        tensors.pop("model.layers.1.mlp.down_proj.weight_scale", None)
-        return tensors, report
+        layer = real(*arguments)
+        layer.tensors.pop("model.layers.1.mlp.down_proj.weight_scale", None)
+        return layer
 
     monkeypatch.setattr(pipeline, "_quantize_layer", forgetful)
     with pytest.raises(CheckpointError, match=r"missing .*down_proj\.weight_scale"):
