@@ -31,4 +31,5 @@ def words(codes: Tensor, num_bits: int) -> Tensor:
     assert codes.dtype is torch.uint8
     assert num_bits in (4, 8)
     octets = codes if num_bits == 8 else codes[:, ::2] | codes[:, 1::2] << 4
-    return octets.contiguous().view(torch.int32)
+    flat = octets.contiguous().flatten()  # one row may pass for contiguous and still refuse the view
+    return flat.view(torch.int32).view(octets.shape[0], -1)
