@@ -78,7 +78,7 @@ def _codes(row: Row) -> Int8Row:
         return _broken(row)
     scale = max(largest / INT8_MAX, SMALLEST_SCALE)
     np.rint(np.divide(row, np.float32(scale), out=row), out=row)
-    return Int8Row(torch.from_numpy(row.astype(np.int8)[:, None]), scale)
+    return Int8Row(torch.from_numpy(row.astype(np.int8).reshape(-1, 1)), scale)
 
 
 def _broken(row: Row) -> Int8Row:
