@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from statistics import NormalDist
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from qinfer.evals.blame import Blame
@@ -49,6 +50,7 @@ class Measure(NamedTuple):
     interval: Interval
     limit: float | None = None
     bound: Literal["at most", "at least"] = "at most"
+    confidence: float = CONFIDENCE  # of the interval
 
     @property
     def verdict(self) -> Verdict | None:
@@ -69,7 +71,7 @@ class Measure(NamedTuple):
         """
         if self.limit is None:
             return None
-        reach = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+        reach = 1 + NormalDist().inv_cdf(POWER) / NormalDist().inv_cdf((1 + self.confidence) / 2)
         value, low, high = self.interval
         down, up = reach * (value - low), reach * (high - value)
         if self.bound == "at least":
@@ -83,6 +85,7 @@ class Measure(NamedTuple):
             "name": self.name,
             "unit": self.unit,
             **{key: finite(number) for key, number in self.interval._asdict().items()},
+            "confidence": self.confidence,
             "bound": None if self.limit is None else self.bound,
             "limit": self.limit,
             "verdict": None if self.verdict is None else str(self.verdict),
@@ -101,7 +104,9 @@ class Measure(NamedTuple):
 class GateResult(NamedTuple):
     """The verdict, why, and what it rests on; `settings` say how to get the same numbers again.
 
-    `blame` says which part of a failed candidate did it, where parts could be told apart.
+    `blame` says which part of a failed candidate did it, where parts could be told apart; `evidence` what was
+    measured task by task and what it cost (JSON-ready); `examples` what a person may want to see of it, which
+    is for reports and not for certificates.
     """
 
     verdict: Verdict
@@ -109,6 +114,8 @@ class GateResult(NamedTuple):
     measures: tuple[Measure, ...]
     settings: Mapping[str, Any]
     blame: Blame | None = None
+    evidence: Mapping[str, Any] = MappingProxyType({})
+    examples: Mapping[str, Any] = MappingProxyType({})
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the certificate says, but for the hashes of the files."""
@@ -118,6 +125,7 @@ class GateResult(NamedTuple):
             "confidence": CONFIDENCE,
             "power": POWER,
             "measures": [measure.to_dict() for measure in self.measures],
+            "evidence": dict(self.evidence),
             "settings": dict(self.settings),
             "blame": None if self.blame is None else self.blame.to_dict(),
         }
@@ -130,15 +138,23 @@ class GateResult(NamedTuple):
 
 
 def decide(
-    measures: Collection[Measure], *, num_tokens: int, num_windows: int, wanted: int
+    measures: Collection[Measure],
+    *,
+    num_tokens: int,
+    num_windows: int,
+    wanted: int,
+    unsettled: Collection[str] = (),
 ) -> tuple[Verdict, list[str]]:
-    """The verdict over all measures that have a limit, and the reasons, those that decided it first."""
+    """The verdict over all measures that have a limit, and the reasons, those that decided it first.
+
+    `unsettled` says of evidence that was asked for what is missing to judge it; with any there is no PASS.
+    """
     if num_tokens == 0 or not any(measure.verdict for measure in measures):
         return Verdict.UNDECIDED, ["nothing was measured: no token of text was scored"]
     by_verdict = {v: [m.to_text() for m in measures if m.verdict == v] for v in Verdict}
     if by_verdict[Verdict.FAIL]:
         return Verdict.FAIL, by_verdict[Verdict.FAIL]
-    short = []
+    short = list(unsettled)
     if num_tokens < wanted:
         short.append(f"{num_tokens} tokens were scored and the profile wants {wanted}: give a longer text")
     if num_windows < MIN_WINDOWS:

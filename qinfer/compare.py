@@ -13,7 +13,7 @@ both meet slice by slice. What is kept is the source's hidden states and a few n
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,15 +28,42 @@ from qinfer.backend import describe, model_device
 from qinfer.blame import find_blame
 from qinfer.errors import UserError
 from qinfer.evals import fidelity, text
+from qinfer.evals.answers import Pair
+from qinfer.evals.budget import Stream, gather
+from qinfer.evals.examples import moved, regressions
 from qinfer.evals.gate import GateResult, Measure, Verdict, decide
+from qinfer.evals.paired import TaskResult
 from qinfer.evals.store import Store
+from qinfer.evals.tasks import Task, load_tasks
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
+from qinfer.evidence import Answerer, TaskStream, TextStream
 from qinfer.reading import Bar, OpenModel, Reader, Serving, name_of, read_text, scores_of
 from qinfer.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens; the standard profile is 32 such windows
 FLOOR_WINDOWS = 8  # the first ones, for the noise floor
 FLOAT32_PARAMETERS = 2_000_000_000  # a source up to this size is the reference in float32
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks by name, as `evals.tasks` knows them, and how they are put."""
+
+    tasks: tuple[str, ...]
+    limit: int | None = None  # questions of each task
+    num_fewshot: int | None = None
+    chat: bool = False  # through the model's chat template
+
+    def load(self) -> list[Task]:
+        """The tasks; raises UserError where one cannot be had."""
+        return load_tasks(self.tasks, num_fewshot=self.num_fewshot, chat=self.chat)
+
+    def words(self) -> list[str]:
+        """As on a command line."""
+        words = ["--tasks", ",".join(self.tasks)]
+        words += [] if self.limit is None else ["--limit", str(self.limit)]
+        words += [] if self.num_fewshot is None else ["--num-fewshot", str(self.num_fewshot)]
+        return words + (["--chat"] if self.chat else [])
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,8 @@ class Comparison:
     profile: str
     text_file: Path | None = None  # None: the built-in held-out text
     seed: int = 0  # of the bootstrap
+    questions: Questions | None = None  # None: text alone
+    budget: float | None = None  # seconds; None: all that the profile wants
     keep: bool = True  # results, in the cache folder
 
     @contextmanager
@@ -73,7 +102,10 @@ class Comparison:
         words += ["--dtype", name_of(self.serving.dtype), "--kv-cache-dtype", self.serving.kv_cache_dtype]
         if self.serving.lm_head_dtype != "auto":
             words += ["--lm-head-dtype", self.serving.lm_head_dtype]
-        return shlex.join(words + ([] if self.text_file is None else ["--text", str(self.text_file)]))
+        words += [] if self.text_file is None else ["--text", str(self.text_file)]
+        words += [] if self.questions is None else self.questions.words()
+        words += [] if self.budget is None else ["--budget", f"{self.budget:g}s"]
+        return shlex.join(words)
 
 
 def check_comparable(candidate: OpenModel, source: OpenModel) -> None:
@@ -96,6 +128,7 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     """Measures and decides; a candidate that reads the text as other tokens than its source fails at once."""
     candidate, source = comparison.candidate, comparison.source
     profile = profile_named(comparison.profile)
+    tasks = [] if comparison.questions is None else comparison.questions.load()
     kind = scheme_class(candidate.schemes().values())
     limits = limits_for(kind, source.num_parameters, profile)
     length = min(WINDOW, candidate.checkpoint.config.context_len, source.checkpoint.config.context_len)
@@ -107,15 +140,41 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     if text.data_hash(ours) != text.data_hash(windows):
         reason = "its tokenizer or chat template reads the held-out text as other tokens than its source's"
         return GateResult(Verdict.FAIL, (reason,), (), settings)
-    with comparison.opened_store() as store:
-        measures = _measure(comparison, limits, windows, store, progress) if windows else ()
-    num_tokens = sum(len(window.token_ids) for window in windows)
-    verdict, reasons = decide(
-        measures, num_tokens=num_tokens, num_windows=len(windows), wanted=profile.num_tokens
-    )
+    if not windows:
+        verdict, reasons = decide((), num_tokens=0, num_windows=0, wanted=profile.num_tokens)
+        return GateResult(verdict, tuple(reasons), (), settings)
     ids = [window.token_ids for window in windows]
-    blame = find_blame(comparison, ids) if verdict is Verdict.FAIL else None
-    return GateResult(verdict, tuple(reasons), measures, settings, blame)
+    with comparison.opened_store() as store:
+        streams = _Streams(comparison, limits, ids, tasks, store, progress)
+        found = gather(streams.all, comparison.budget)
+        floor = streams.noise_floor()
+    scored = sum(map(len, ids[: len(streams.text.scores)]))
+    in_all = sum(map(len, ids))
+    verdict, reasons = decide(
+        found.measures,
+        num_tokens=scored,
+        num_windows=len(streams.text.scores),
+        # a budget may end sooner what is decided already; what the text lacks it still lacks
+        wanted=scored
+        if comparison.budget is not None and in_all >= profile.num_tokens
+        else profile.num_tokens,
+        unsettled=found.open,
+    )
+    return GateResult(
+        verdict,
+        tuple(reasons),
+        found.measures + floor,
+        settings,
+        find_blame(comparison, ids) if verdict is Verdict.FAIL else None,
+        {
+            "tasks": [result.to_dict() for result in streams.results()],
+            "spent": [one._asdict() for one in found.spent],
+        },
+        {
+            "regressions": regressions(streams.pairs),
+            "moved": moved(ids, streams.text.scores, source.tokenizer.decode),
+        },
+    )
 
 
 def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iterator[text.Window]:
@@ -124,22 +183,60 @@ def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iter
     return text.text_windows(tokenizer, read_text(text_file), length)
 
 
-def _measure(
-    comparison: Comparison, limits: Limits, windows: list[text.Window], store: Store, progress: bool
-) -> tuple[Measure, ...]:
-    source, serving, seed = comparison.source, comparison.serving, comparison.seed
-    ids = [window.token_ids for window in windows]
-    length = max(map(len, ids))
-    reference = Reader(source, comparison.reference, length, store)
-    candidate = Reader(comparison.candidate, serving, length)
-    bar = Bar(progress)
-    measures = fidelity.measures(scores_of(reference, candidate, ids, store, bar), limits, seed=seed)
-    if serving.dtype == comparison.reference.dtype:
-        return measures
-    candidate.unload()  # the source as served takes its place in memory
-    served_alike = Reader(source, Serving(serving.dtype, name_of(serving.dtype)), length)
-    floor = scores_of(reference, served_alike, ids[:FLOOR_WINDOWS], store, bar)
-    return measures + fidelity.noise_floor(floor, seed=seed)
+class _Streams:
+    """The evidence of one comparison."""
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        limits: Limits,
+        windows: Sequence[Sequence[int]],
+        tasks: Sequence[Task],
+        store: Store,
+        progress: bool,
+    ) -> None:
+        source, serving, seed = comparison.source, comparison.serving, comparison.seed
+        length = max(map(len, windows))
+        self._reference = Reader(source, comparison.reference, length, store)
+        self._candidate = Reader(comparison.candidate, serving, length)
+        self._alike = Reader(source, Serving(serving.dtype, name_of(serving.dtype)), length)
+        self._windows, self._store, self._bar, self._seed = windows, store, Bar(progress), seed
+        self.text = TextStream(
+            self._reference, self._candidate, windows, limits, store, seed=seed, bar=self._bar
+        )
+        self._tasks: TaskStream | None = None
+        if comparison.questions and tasks:
+            self._tasks = TaskStream(
+                Answerer(self._alike, store, progress=progress),
+                Answerer(self._candidate, store, progress=progress),
+                tasks,
+                limits.accuracy_lost,
+                limit=comparison.questions.limit,
+                seed=seed,
+            )
+
+    @property
+    def all(self) -> list[Stream]:
+        """Cheap ones first."""
+        return [self.text, *([] if self._tasks is None else [self._tasks])]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Answers to all questions that were asked."""
+        return [] if self._tasks is None else self._tasks.pairs
+
+    def results(self) -> list[TaskResult]:
+        """Task by task."""
+        return [] if self._tasks is None else self._tasks.results()
+
+    def noise_floor(self) -> tuple[Measure, ...]:
+        """What the serving dtype alone changes, where it is not the reference's."""
+        windows = self._windows[: min(FLOOR_WINDOWS, len(self.text.scores))]
+        if self._alike.serving.dtype == self._reference.serving.dtype or not windows:
+            return ()
+        self._candidate.unload()  # the source as served takes its place in memory
+        floor = scores_of(self._reference, self._alike, windows, self._store, self._bar)
+        return fidelity.noise_floor(floor, seed=self._seed)
 
 
 def _settings(

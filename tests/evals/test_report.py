@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
+
 from qinfer.evals import report
 from qinfer.evals.gate import GateResult, Measure, Verdict
 from qinfer.evals.statistics import Interval
@@ -41,12 +43,14 @@ def test_json_is_standard_and_complete() -> None:
     assert document["verdict"] == "FAIL"
     assert document["confidence"] == 0.9
     mean_kl, _, p99, perplexity = document["measures"]
+    assert mean_kl.pop("power") == pytest.approx({"passes_at": 0.04883, "fails_at": 0.35117}, abs=1e-5)
     assert mean_kl == {
         "name": "mean KL",
         "unit": "nats/token",
         "value": 0.5,
         "low": 0.4,
         "high": 0.6,
+        "confidence": 0.9,
         "bound": "at most",
         "limit": 0.2,
         "verdict": "FAIL",
