@@ -105,10 +105,10 @@ class Scorer:
             begun = ids[0] == self.prefix_id and len(ids) > 1
             return (ids[:1], ids[1:]) if begun else ([self.prefix_id], ids)
         whole, alone = self.encode(kept + continuation), self.encode(kept)
-        split = len(alone)
-        if split >= len(whole):
-            same = (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b)
-            split = next(same, len(whole) - 1)
+        if 0 < len(alone) < len(whole):
+            return alone, whole[len(alone) :]
+        others = (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b)
+        split = next(others, min(len(alone), len(whole) - 1))
         return (whole[:split], whole[split:]) if split else ([self.prefix_id], whole)
 
     def logliks(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Loglik]:

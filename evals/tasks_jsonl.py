@@ -127,7 +127,7 @@ def _answer_doc(row: Row) -> Row:
 
 _DOC: Mapping[str, Callable[[Row], Row]] = {
     "multiple_choice": lambda row: {**_common(row, "query"), "choices": row["choices"], "gold": row["gold"]},
-    "loglikelihood": lambda row: {**_common(row, "context"), "target": row["continuation"].strip()},
+    "loglikelihood": lambda row: {**_common(row, "context"), "target": f" {row['continuation'].strip()}"},
     "generate_until": _answer_doc,
     "loglikelihood_rolling": lambda row: {"prompt": "", "text": row["text"]},
 }
@@ -138,7 +138,7 @@ def _choice_settings(rows: Sequence[Row], docs: Sequence[Row]) -> Row:
         "custom_dataset": _dataset(docs),
         "doc_to_choice": "choices",
         "doc_to_target": "gold",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "metric_list": [_metric("acc"), _metric("acc_norm")],
     }
 
 
@@ -146,7 +146,8 @@ def _continuation_settings(rows: Sequence[Row], docs: Sequence[Row]) -> Row:
     return {
         "custom_dataset": _dataset(docs),
         "doc_to_target": "target",
-        "metric_list": [{"metric": "acc"}, {"metric": "perplexity", "aggregation": "perplexity"}],
+        "target_delimiter": "",
+        "metric_list": [_metric("acc"), _metric("perplexity", "perplexity")],
     }
 
 
@@ -166,11 +167,12 @@ def _answer_settings(rows: Sequence[Row], docs: Sequence[Row]) -> Row:
 
 
 def _text_settings(rows: Sequence[Row], docs: Sequence[Row]) -> Row:
-    names = ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    ratios = {"word_perplexity": "weighted_perplexity", "byte_perplexity": "weighted_perplexity"}
+    ratios |= {"bits_per_byte": "bits_per_byte"}
     return {
         "custom_dataset": _dataset(docs),
         "doc_to_target": "text",
-        "metric_list": [{"metric": name} for name in names],
+        "metric_list": [_metric(name, aggregation) for name, aggregation in ratios.items()],
     }
 
 
@@ -189,14 +191,18 @@ _FIRST_LINE = {
 }
 
 
+def _metric(name: str, aggregation: str = "mean") -> Row:
+    return {"metric": name, "aggregation": aggregation, "higher_is_better": aggregation == "mean"}
+
+
 def _text_match() -> Row:
-    return {"metric": "exact_match", "ignore_case": True, "ignore_punctuation": True}
+    return {**_metric("exact_match"), "ignore_case": True, "ignore_punctuation": True}
 
 
 def _number_match() -> Row:
     """Compares numbers: what stands before "####", dollars and commas do not count."""
     ignored = [",", "\\$", "(?s).*#### ", "\\.$"]
-    return {"metric": "exact_match", "ignore_case": True, "regexes_to_ignore": ignored}
+    return {**_metric("exact_match"), "ignore_case": True, "regexes_to_ignore": ignored}
 
 
 def _number_filters(*, strictly: bool) -> list[Row]:
