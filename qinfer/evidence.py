@@ -32,6 +32,7 @@ from qinfer.reading import Bar, Reader, scores_of
 
 BLOCK = 16  # questions that are kept together
 _AT_ONCE = 8  # blocks of one task that are asked together
+_CPU_POOL_TOKENS = 32_768  # in the KV cache: prefixes worth keeping, not all of the memory that is free
 _LEAST_QUESTIONS = 64  # below which nobody looks at a part of them
 
 
@@ -159,14 +160,18 @@ class Answerer:
         """The model in an engine that answers many questions at once."""
         if self._scorer is None:
             model, serving = self._reader.model, self._reader.serving
+            device = model_device()
             decoder = load_decoder(
                 model.checkpoint,
-                device=model_device(),
+                device=device,
                 dtype=serving.dtype,
                 lm_head_dtype=serving.lm_head_dtype,
             )
             scales = scales_in(model.checkpoint) if serving.kv_cache_dtype == "fp8" else None
-            options = EngineOptions(kv_cache_dtype=serving.kv_cache_dtype)
+            blocks = max(model.checkpoint.config.context_len, _CPU_POOL_TOKENS) // 16
+            options = EngineOptions(
+                kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=blocks if device.type == "cpu" else None
+            )
             engine = Engine(decoder, model.tokenizer, options, kv_scales=scales)
             self._scorer = Scorer(engine, model.tokenizer, repetition_penalty=self._repetition_penalty())
         return self._scorer
