@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from qinfer.checkpoint import awq, gptq
@@ -68,6 +69,13 @@ def opened(name: str, folder: Path) -> Checkpoint:
         return open_checkpoint(folders.write_folder(folder, tensors, config))
 
 
+def assert_means(meant: Tensor, expected: Tensor) -> None:
+    """Equal, or where the tool dequantizes in float32 (ModelOpt, which divides) within its last bit."""
+    if expected.dtype is torch.float16:
+        assert torch.equal(meant.half(), expected)
+    torch.testing.assert_close(meant.to(expected.dtype), expected, rtol=2**-22, atol=0)
+
+
 def test_every_vector_has_its_scheme() -> None:
     assert sorted(SCHEMES) == folders.NAMES
 
@@ -80,7 +88,7 @@ def test_packers_output_means_what_the_packer_says(name: str, tmp_path: Path) ->
     for module in folders.modules():
         assert checkpoint.scheme(module) == SCHEMES[name]
         meant = SCHEMES[name].dequantize(checkpoint.module(module))
-        assert torch.equal(meant.to(expected.dtype), expected)
+        assert_means(meant, expected)
     assert checkpoint.scheme("model.layers.0.mlp.down_proj") == Dense()
 
 
@@ -292,4 +300,4 @@ def test_q21_settings_in_the_tools_own_file(name: str, file: str, tmp_path: Path
     checkpoint = open_checkpoint(folder)
     module = folders.modules()[3]
     meant = checkpoint.scheme(module).dequantize(checkpoint.module(module))
-    assert torch.equal(meant.to(expected.dtype), expected)
+    assert_means(meant, expected)
