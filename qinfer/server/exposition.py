@@ -85,7 +85,7 @@ class EngineCollector(Collector):
             "kv_cache_capacity_unquantized_tokens": ledger.unquantized.tokens if ledger.unquantized else 0,
             "kv_cache_bytes": ledger.kv_pool,
             "model_weight_bytes": ledger.weights,
-            "engine_ready": float(engine.is_running),
+            "engine_ready": float(self.state.is_ready),
             "prompt_tokens": counts.prompt_tokens,
             "cached_prompt_tokens": counts.cached_tokens,
             "generation_tokens": counts.generation_tokens,

@@ -115,7 +115,7 @@ def stats_of(state: ServerState, metrics: ServerMetrics, pages: PageMap | None) 
     return Stats(
         time=time.time(),
         version=__version__,
-        state="ready" if engine.is_running else "dead" if engine.errored else "stopping",
+        state="ready" if state.is_ready else "dead" if engine.errored else "stopping",
         model=ModelStats(
             names=list(state.model_names),
             max_model_len=engine.max_model_len,

@@ -34,6 +34,11 @@ class ServerState:
     door: Door = field(default_factory=Door)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are let in."""
+        return self.engine.is_running and self.door.is_open
+
     @cached_property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same request may be answered differently."""

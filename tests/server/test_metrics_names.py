@@ -16,6 +16,7 @@ from qinfer.async_llm import AsyncLLM
 from qinfer.errors import UserError
 from qinfer.llm import LLM
 from qinfer.server.app import build_app
+from qinfer.server.door import Door
 from qinfer.server.histogram import FIRST_TOKEN, LATENCY, parse_bounds, settle_bounds
 
 COMPLETIONS = "/v1/completions"
@@ -81,6 +82,16 @@ def test_what_is_served(serve_scripted: Any) -> None:
     assert found["qinfer_kv_cache_bytes", label] == 640
     assert found["qinfer_model_weight_bytes", label] == 300
     assert found["qinfer_engine_ready", label] == 1
+
+
+def test_a_server_that_drains_is_not_ready(serve_scripted: Any) -> None:
+    door = Door()
+    with serve_scripted(door=door) as served:
+        door.shut()
+        assert served.post(COMPLETIONS, {"prompt": "a"}).status_code == 503
+        found = samples(served.url)
+    assert found["qinfer_engine_ready", frozenset({("model_name", "tiny")})] == 0
+    assert values(found, "qinfer_requests_rejected_total", "reason")["draining"] == 1
 
 
 def test_ops_without_a_kernel_are_counted(serve_scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,8 @@ const Live = (() => {
     byId("ledger").replaceChildren(...rows);
     Charts.bar(byId("ledger-bar"), Object.entries(paints).map(([key, paint]) => ({ paint, size: sums[key] })));
     const gain = sums.ratio ? `; against ${sums.unquantized.label} ${sums.ratio.toFixed(2)}×` : "";
-    const room = `${whole(sums.tokens)} tokens, ${whole(sums.sequences)} sequences of ${whole(sums.max_model_len)}`;
+    const many = sums.sequences === 1 ? "one sequence" : `${whole(sums.sequences)} sequences`;
+    const room = `${whole(sums.tokens)} tokens, ${many} of ${whole(sums.max_model_len)}`;
     byId("ledger-line").textContent = `${sums.label} in ${bytes(sums.budget)}: room for ${room}${gain}`;
   }
 
