@@ -30,7 +30,6 @@ from qinfer.kernels import norm as _norm
 from qinfer.kernels import paged_attention as _paged_attention
 from qinfer.kernels import panels as _panels
 from qinfer.kernels import qkv_post as _qkv_post
-from qinfer.kernels import qkv_row_cpu as _qkv_row_cpu
 from qinfer.kernels import quantize_per_token as _quantize_per_token
 from qinfer.kernels import rope as _rope
 from qinfer.kernels import rope_angles as _rope_angles
@@ -54,6 +53,7 @@ from qinfer.kernels.kv_format import KVPages as KVPages
 from qinfer.kernels.paged_attention import Geometry as Geometry
 from qinfer.kernels.paged_attention import PagedBatch as PagedBatch
 from qinfer.kernels.qkv_post import HeadNorms as HeadNorms
+from qinfer.kernels.qkv_row_cpu import qkv_row as qkv_row
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def _product(y: Tensor, dtype: torch.dtype) -> Tensor | Parts:
 
 def is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
     """Whether x, to become `codes`, is one token on a CPU, of which a product leaves float32."""
-    return codes is torch.int8 and x.shape[0] == 1 and x.device.type == "cpu" and onednn_int8_is_exact()
+    return codes is torch.int8 and x.shape[0] == 1 and not x.is_cuda and onednn_int8_is_exact()
 
 
 def as_row(codes: torch.dtype | None, x: Activations) -> Activations:
@@ -498,20 +498,6 @@ def qkv_post(
     data = qkv.sums if isinstance(qkv, Parts) else qkv
     rest: dict[str, Any] = {"rotation": rotation, "norms": norms, "bias": bias, "dtype": qkv.dtype}
     return _backend.run_in_place(_few_pages, _qkv_post.qkv_post, data, pages, slots, **rest)
-
-
-def qkv_row(
-    qkv: Tensor,
-    pages: KVPages,
-    places: Tensor,
-    *,
-    rotation: tuple[Tensor, Tensor] | None,
-    norms: HeadNorms | None,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`qkv_post` of one token on a CPU, from its float32 product [1, N], whose memory is used again."""
-    return _qkv_row_cpu.qkv_row(qkv, pages, places, rotation=rotation, norms=norms, bias=bias, dtype=dtype)
 
 
 def _few_pages(*args: Any) -> _backend.Rehearsal:
