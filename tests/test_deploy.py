@@ -66,5 +66,5 @@ def test_the_guide_names_only_what_there_is() -> None:
     ours = flags(re.findall(r"--[a-z][a-z-]+", guide))
     theirs = {"--build-arg", "--device", "--gpus", "--system", "--home-dir", "--now", "--config"}
     assert ours - theirs <= OPTIONS
-    for name in re.findall(r"`(?:deploy/)?([\w./]+\.(?:service|env|yml|json)|Containerfile)`", guide):
+    for name in re.findall(r"`(?:deploy/)?(\w[\w./]+\.(?:service|env|yml|json)|Containerfile)`", guide):
         assert (DEPLOY / name).exists(), name
