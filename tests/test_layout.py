@@ -210,6 +210,7 @@ def test_the_wheel_holds_every_module_and_runs_from_elsewhere(tmp_path):
     assert result.returncode == 0, result.stderr
 
     expected = {str(path.relative_to(ROOT)) for _, path in source_files()} | {"qinfer/py.typed"}
+    expected |= {str(path.relative_to(ROOT)) for path in (ROOT / "qinfer" / "server" / "web").iterdir()}
     assert expected <= {str(path.relative_to(target)) for path in target.rglob("*")}
     told = run_python(
         "import qinfer, qinfer.ops, qinfer.jobs, json, sys\n"
