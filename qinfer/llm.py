@@ -415,7 +415,7 @@ def _served_names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_quantization(quantization: str | None, checkpoint: Checkpoint) -> None:
-    found = "compressed-tensors" if checkpoint.is_quantized else None
+    found = checkpoint.quantization.method if checkpoint.is_quantized else None
     if quantization not in (None, found):
         raise UserError(
             f"quantization={quantization!r} but the checkpoint is {found or 'not quantized'}: leave it "

@@ -19,7 +19,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import qinfer
-from qinfer.cli import batch, bench, doctor, eval, gate, generate, inspect, plan, quantize, serve
+from qinfer.cli import batch, bench, convert, doctor, eval, gate, generate, inspect, plan, quantize, serve
 from qinfer.cli.usage import usage_line
 from qinfer.errors import GateError, QinferError
 
@@ -40,6 +40,7 @@ for name, command, summary in (
     ("batch", batch.batch, "Answer a file of requests into a file."),
     ("plan", plan.plan, "What fits into a memory budget, scheme by scheme."),
     ("inspect", inspect.inspect, "What a checkpoint folder holds."),
+    ("convert", convert.convert, "Rewrite a quantized checkpoint for another tool."),
     ("doctor", doctor.doctor, "What this machine has."),
 ):
     app.command(name, short_help=summary)(command)
