@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -18,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
 from lm_eval.api.task import Task as LMTask
 from lm_eval.defaults import DEFAULT_OTHER_SEED
-from lm_eval.evaluator import simple_evaluate
+from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable
 
@@ -36,6 +38,7 @@ _KINDS: Mapping[str, Kind] = {
     "loglikelihood_rolling": "rolling",
     "generate_until": "generation",
 }
+_RESAMPLES = 1000  # of questions, for standard errors
 _RIGHT_OR_WRONG = ("acc", "exact_match", "acc_norm", "acc_bytes")  # metrics that are 0 or 1 for a question
 _PASSAGES = ("cluster", "passage", "article", "story")  # fields that questions of one cluster share
 
@@ -150,10 +153,23 @@ def load_lm_eval_tasks(
     return [LMEvalTask(task, chat=chat) for task in found.values()]
 
 
-def lm_eval_results(scorer: Scorer, name: str, tasks: Sequence[LMEvalTask], **options: Any) -> dict[str, Any]:
-    """What lm-eval itself reports of whole tasks put to one model; `options` are those of simple_evaluate."""
-    results: dict[str, Any] = simple_evaluate(
-        model=EngineLM(scorer, name), tasks=[task.task for task in tasks], **options
+def lm_eval_results(
+    lm: LM, tasks: Sequence[LMEvalTask], *, limit: int | None = None, chat: bool = False
+) -> dict[str, Any]:
+    """What lm-eval itself reports of tasks put to one of its models: "results", "samples" and more.
+
+    `limit`: only the first questions of each. Standard errors that have no formula are bootstrapped.
+    """
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval would fork, beside torch's threads
+    for task in tasks:
+        task.task.set_fewshot_seed(DEFAULT_OTHER_SEED)
+    results: dict[str, Any] = evaluate(
+        lm,
+        {"tasks": {task.name: task.task for task in tasks}},
+        limit=limit,
+        bootstrap_iters=_RESAMPLES,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
     )
     return results
 
