@@ -13,13 +13,18 @@ either side. A stage that the budget cut short is judged as strictly as the look
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from qinfer.errors import UserError
 from qinfer.evals.gate import Measure, Verdict
 from qinfer.evals.paired import needed
 from qinfer.evals.statistics import CONFIDENCE
+
+_NUMBER = r"\d+(?:\.\d+)?"
+_TIME = re.compile(rf"(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s?)?")
 
 
 class Look(NamedTuple):
@@ -151,6 +156,16 @@ class _State:
         """For the record."""
         stream, wanted = self.stream, None if self.verdict is not Verdict.UNDECIDED else self.needed
         return Spent(stream.name, stream.unit, self.done, stream.size, self.seconds, self.confidence, wanted)
+
+
+def parse_budget(text: str) -> float:
+    """Seconds of "90s", "10m", "1h30m" or "600"; raises UserError for anything else, and for none."""
+    found = _TIME.fullmatch(text.strip().lower())
+    parts = [float(part or 0) for part in found.groups()] if found else []
+    seconds = sum(part * size for part, size in zip(parts, (3600, 60, 1), strict=True)) if parts else 0
+    if seconds <= 0:
+        raise UserError(f"a budget is a time such as 90s, 10m or 1h30m, not {text!r:.100}", "budget")
+    return seconds
 
 
 def gather(

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from qinfer.evals.answers import Pair
 from qinfer.evals.fidelity import WindowScores
 from qinfer.evals.items import Item
@@ -43,6 +45,16 @@ def moved(
     """The positions of greatest KL, one a window, JSON-ready: at most MOST, the greatest first."""
     order = sorted(range(len(scores)), key=lambda i: _greatest(scores[i]), reverse=True)
     return [_moved(i, windows[i], scores[i], decode) for i in order[:MOST]]
+
+
+def kl_quantiles(scores: Sequence[WindowScores]) -> list[tuple[float, float]]:
+    """(share of positions, KL that they do not exceed), for a curve; none where a position has no number."""
+    kl = torch.cat([window.kl for window in scores]).double() if scores else torch.empty(0)
+    if not len(kl) or not bool(kl.isfinite().all()):
+        return []
+    shares = torch.linspace(0, 1, 101, dtype=torch.float64)
+    places = (shares * (len(kl) - 1)).round().long()
+    return list(zip(shares.tolist(), kl.sort().values[places].tolist(), strict=True))
 
 
 def _regression(ours: Item, theirs: Item) -> dict[str, Any]:

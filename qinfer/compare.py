@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,11 +27,11 @@ import qinfer
 from qinfer import env
 from qinfer.backend import describe, model_device
 from qinfer.blame import find_blame
-from qinfer.errors import UserError
+from qinfer.errors import UserError, check_counts
 from qinfer.evals import fidelity, text
 from qinfer.evals.answers import Pair
 from qinfer.evals.budget import Stream, gather
-from qinfer.evals.examples import moved, regressions
+from qinfer.evals.examples import kl_quantiles, moved, regressions
 from qinfer.evals.gate import GateResult, Measure, Verdict, decide
 from qinfer.evals.paired import TaskResult
 from qinfer.evals.store import Store
@@ -53,6 +54,23 @@ class Questions:
     limit: int | None = None  # questions of each task
     num_fewshot: int | None = None
     chat: bool = False  # through the model's chat template
+
+    @classmethod
+    def chosen(
+        cls, tasks: Sequence[str], limit: int | None, num_fewshot: int | None, chat: bool
+    ) -> Questions | None:
+        """None where no task is named; raises UserError for what is only for tasks then, or is no count."""
+        check_counts(limit=limit)
+        if num_fewshot is not None and (not isinstance(num_fewshot, int) or num_fewshot < 0):
+            raise UserError(
+                f"num_fewshot must be a whole number from 0 on, not {num_fewshot!r}", "num_fewshot"
+            )
+        if tasks:
+            return cls(tuple(tasks), limit, num_fewshot, chat)
+        for name, value in (("limit", limit), ("num_fewshot", num_fewshot), ("chat", chat or None)):
+            if value is not None:
+                raise UserError(f"{name} is for tasks: name some", name)
+        return None
 
     def load(self) -> list[Task]:
         """The tasks; raises UserError where one cannot be had."""
@@ -80,14 +98,9 @@ class Comparison:
     budget: float | None = None  # seconds; None: all that the profile wants
     keep: bool = True  # results, in the cache folder
 
-    @contextmanager
-    def opened_store(self) -> Iterator[Store]:
-        """Where results are kept: in the cache folder, or for as long as this takes."""
-        if self.keep:
-            yield Store(env.results_dir())
-            return
-        with TemporaryDirectory() as folder:
-            yield Store(Path(folder))
+    def opened_store(self) -> AbstractContextManager[Store]:
+        """Where results are kept."""
+        return opened_store(keep=self.keep)
 
     @property
     def reference(self) -> Serving:
@@ -106,6 +119,16 @@ class Comparison:
         words += [] if self.questions is None else self.questions.words()
         words += [] if self.budget is None else ["--budget", f"{self.budget:g}s"]
         return shlex.join(words)
+
+
+@contextmanager
+def opened_store(*, keep: bool) -> Iterator[Store]:
+    """A store in the cache folder, or one that lasts as long as this does."""
+    if keep:
+        yield Store(env.results_dir())
+        return
+    with TemporaryDirectory() as folder:
+        yield Store(Path(folder))
 
 
 def check_comparable(candidate: OpenModel, source: OpenModel) -> None:
@@ -172,7 +195,10 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
         },
         {
             "regressions": regressions(streams.pairs),
-            "moved": moved(ids, streams.text.scores, source.tokenizer.decode),
+            "moved": moved(
+                ids, streams.text.scores, partial(source.tokenizer.decode, skip_special_tokens=False)
+            ),
+            "kl_quantiles": kl_quantiles(streams.text.scores),
         },
     )
 

@@ -15,8 +15,9 @@ import gc
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from tqdm import tqdm
 
@@ -28,10 +29,12 @@ from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.checkpoint.files import read_json
 from qinfer.errors import UserError, check_counts, check_flags
 from qinfer.evals import certificate, perplexity, report, text
+from qinfer.evals.budget import parse_budget
 from qinfer.evals.gate import GateResult
 from qinfer.evals.signature import Signer
 from qinfer.evals.thresholds import profile_named
 
+PAGE_NAME = "qinfer_gate.html"  # the report for a browser, beside the certificate
 WAITING_NAME = "qinfer_waiting.json"  # beside a checkpoint without a verdict: the call that made it
 
 logger = logging.getLogger(__name__)
@@ -133,12 +136,66 @@ def quantize(
     return QuantizeResult(folder, made, judged)
 
 
+class Options(TypedDict, total=False):
+    """Keywords of `evaluate`, which `prepare` explains."""
+
+    profile: str
+    text_file: str | Path | None
+    tasks: Sequence[str]
+    limit: int | None
+    num_fewshot: int | None
+    chat: bool
+    budget: str | None
+    keep: bool
+    dtype: str
+    kv_cache_dtype: str
+    lm_head_dtype: str
+    seed: int
+    sign: str | Path | None
+    valid_days: int | None
+    revision: str | None
+    hf_token: str | None
+    progress: bool
+
+
 def evaluate(
+    model: str, *, against: str, report_file: str | Path | None = None, **options: Unpack[Options]
+) -> GateResult:
+    """Judges `model` against its dense source; for a quantized one, writes certificate and report beside it.
+
+    `report_file` is written with .html, .md and .json. `options` are those of `prepare`, which says what is
+    refused.
+    """
+    result = prepare(model, against=against, **options).carry_out()
+    if report_file is not None:
+        report.write(Path(report_file), result)
+    return result
+
+
+class Order(NamedTuple):
+    """A comparison that can be made, and what becomes of its verdict."""
+
+    comparison: compare.Comparison
+    seal: Seal
+    progress: bool
+
+    def carry_out(self) -> GateResult:
+        """Judges and, for a quantized candidate, certifies."""
+        return _certify(self.comparison, self.seal, progress=self.progress)
+
+
+def prepare(
     model: str,
     *,
     against: str,
     profile: str = "standard",
     text_file: str | Path | None = None,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    chat: bool = False,
+    budget: str | None = None,
+    keep: bool = True,
     dtype: str = "auto",
     kv_cache_dtype: str = "auto",
     lm_head_dtype: str = "auto",
@@ -148,23 +205,31 @@ def evaluate(
     revision: str | None = None,
     hf_token: str | None = None,
     progress: bool = True,
-) -> GateResult:
-    """Judges `model` against its dense source; for a quantized one, writes certificate and report beside it.
+) -> Order:
+    """Opens both models and checks what is asked for, before anything is measured.
 
-    `text_file` replaces the built-in held-out text. The dtypes are those that will serve. `sign` is the file
-    of a private key for the certificate; after `valid_days` (None: never) its verdict is void.
-    Raises UserError for an unknown option, models that cannot be compared, or a text that cannot be read.
+    `text_file` replaces the built-in held-out text; `tasks`, as `evals.tasks` names them, are asked too, the
+    first `limit` questions of each. A `budget` ("10m") is spent where it decides most; without one all is
+    measured that the profile wants. What is measured is kept in the cache folder, unless told not to `keep`
+    it. The dtypes are those that will serve. `sign` is the file of a private key for the certificate; after
+    `valid_days` (None: never) its verdict is void.
+    Raises UserError for an unknown option, models that cannot be compared, or what cannot be read.
     """
     profile_named(profile)
     _check_seed(seed)
+    check_flags(chat=chat, keep=keep)
+    seconds = None if budget is None else parse_budget(budget)
+    questions = compare.Questions.chosen(tasks, limit, num_fewshot, chat)
     seal = Seal.prepare(sign, valid_days)
     candidate = reading.open_model(model, revision=revision, token=hf_token)
     source = reading.open_model(against, token=hf_token)
     compare.check_comparable(candidate, source)
     serving = reading.Serving.settle(dtype, kv_cache_dtype, candidate.checkpoint, lm_head_dtype)
     text_path = None if text_file is None else Path(text_file)
-    comparison = compare.Comparison(candidate, serving, source, profile, text_path, seed)
-    return _certify(comparison, seal, progress=progress)
+    comparison = compare.Comparison(
+        candidate, serving, source, profile, text_path, seed, questions, seconds, keep
+    )
+    return Order(comparison, seal, progress)
 
 
 def score_text(
@@ -266,9 +331,10 @@ def _certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> G
             checkpoint.path,
             document,
             hashes,
-            report.markdown(document),
+            report.markdown(document, result.examples),
             signer=seal.signer,
             valid_days=seal.valid_days,
         )
+        report.write(checkpoint.path / PAGE_NAME, result, kinds=("html",))
         (checkpoint.path / WAITING_NAME).unlink(missing_ok=True)
     return result
