@@ -28,7 +28,7 @@ from qinfer.calibrate.ranges import (
     weight_error,
 )
 from qinfer.errors import CheckpointError
-from qinfer.quant import W4A16, Scheme, W8A8Fp8Block, W8A8Fp8Static, quantize_named
+from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, quantize_named
 
 # Clipping these by the error of their outputs distorts the product of q and k; Phi-3's projection holds both.
 NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.qkv_proj")
@@ -62,6 +62,12 @@ def round_group(
     CheckpointError naming a weight that holds NaN or infinity, or inputs that do.
     """
     result, scheme = RoundedGroup(), how.scheme
+    if isinstance(scheme, Dense):
+        for module, weight in weights.items():
+            result.linears[module] = quantize_named(
+                scheme, f"{prefix}{module}.weight", weight, dtype=how.storage
+            )
+        return result
     if how.by_gptq:
         assert inputs is not None
         _check_inputs(weights, inputs, prefix)
