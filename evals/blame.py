@@ -23,7 +23,7 @@ _APART = 3.0  # times the next part's share
 
 
 class Part(NamedTuple):
-    """One part of the candidate: "embedding", "layer 7", "head" (with the final norm)."""
+    """One part of the candidate: "embedding", "layer 7", "head" (with the final norm), or both ends."""
 
     name: str
     error: float  # ||candidate's - source's|| / ||source's|| of what the part adds, for equal input
@@ -48,7 +48,7 @@ class Blame(NamedTuple):
         """The part that is to blame, if one is."""
         worst, *others = self.suspects
         alone, next_one = _size(worst.share), max((_size(part.share) for part in others), default=0.0)
-        apart = alone > next_one if math.isinf(alone) else alone >= _APART * next_one
+        apart = alone > next_one and (math.isinf(alone) or alone >= _APART * next_one)
         return worst if apart and alone >= _MOST * _size(self.total) else None
 
     @property

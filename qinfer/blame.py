@@ -2,8 +2,9 @@
 
 The source reads a few windows in its reference dtype. At every layer the candidate's layer is given the very
 same residual stream, in its own dtype, and what it adds is compared. The layers that are furthest off, and
-both ends, are then tried alone: the stream goes on from what they made through the source's own layers. All
-of it runs through the same ops as serving, with plain causal attention instead of pages.
+the ends (embedding and head, one part where they are tied), are then tried alone: the stream goes on from
+what they made through the source's own layers. All of it runs through the same ops as serving, with plain
+causal attention instead of pages.
 
 Takes a residual stream in one basis for both models: whoever rotates it has to rotate it back first.
 """
@@ -67,15 +68,18 @@ class _Trial:
             whole = self._through(candidate, i, whole)
             before, stream = stream, self._through(source, i, stream)
             errors.append(_distance(outputs[-1].to(stream.dtype) - before, stream - before))
-        alone = {-1: moved_start, **{i: outputs[i] for i in suspects_of(errors)}}
-        del outputs
-        shares = {i: self._kl(stream, source, self._onwards(hidden, i)) for i, hidden in alone.items()}
-        head = self._kl(stream, candidate, stream)
-        head_error = _distance(*(self._logits_of(model, stream[:_ROWS]) for model in (candidate, source)))
-        embedding = Part("embedding", _distance(moved_start.to(start.dtype), start), shares[-1])
+        shares = {i: self._kl(stream, source, self._onwards(outputs[i], i)) for i in suspects_of(errors)}
         layers = [Part(f"layer {i}", error, shares.get(i)) for i, error in enumerate(errors)]
-        parts = (embedding, *layers, Part("head", head_error, head))
-        return Blame(parts, self._kl(stream, candidate, whole), len(self.ids))
+        moved = self._onwards(moved_start, -1)
+        total = self._kl(stream, candidate, whole)
+        embedding_error = _distance(moved_start.to(start.dtype), start)
+        if source.config.tie_word_embeddings:  # one matrix at both ends
+            both = Part("embedding and head", embedding_error, self._kl(stream, candidate, moved))
+            return Blame((both, *layers), total, len(self.ids))
+        head_error = _distance(*(self._logits_of(model, stream[:_ROWS]) for model in (candidate, source)))
+        embedding = Part("embedding", embedding_error, self._kl(stream, source, moved))
+        head = Part("head", head_error, self._kl(stream, candidate, stream))
+        return Blame((embedding, *layers, head), total, len(self.ids))
 
     def _through(self, model: Decoder, index: int, hidden: Tensor) -> Tensor:
         rope = model.rope(self.positions)
