@@ -152,6 +152,8 @@ def serve(
         names = llm.served_model_names
         print(f"{llm.gate.line}\n{llm.engine.ledger.to_text()}", file=sys.stderr)
         print(f"{', '.join(names)} is served at {url}/v1", file=sys.stderr, flush=True)
+        if webui:
+            print(f"a page to chat and watch is at {url}/", file=sys.stderr, flush=True)
         if as_json:
             document = {
                 "url": url,

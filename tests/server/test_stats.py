@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -46,9 +47,11 @@ def test_aborted_requests_are_recent_too(serve_scripted: Any) -> None:
         served.scripted.seconds_per_step = 0.02
         body = {"prompt": [97, 98], "stream": True, "max_tokens": 200}
         with served.client.stream("POST", COMPLETIONS, json=body) as answer:
-            next(answer.iter_lines())
+            lines = answer.iter_lines()  # dropped, it would close the stream
+            next(lines)
+        end = time.monotonic() + 60
         while not (recent := served.get("/qinfer/stats").json()["recent"]):
-            pass
+            assert time.monotonic() < end
     assert (recent[0]["reason"], recent[0]["prompt_tokens"]) == ("abort", 2)
     assert recent[0]["generation_tokens"] > 0
 
