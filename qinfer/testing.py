@@ -9,9 +9,10 @@ one would pass with a norm forgotten.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +25,8 @@ from qinfer.config import ModelConfig
 from qinfer.engine.plan import StepPlan
 from qinfer.engine.runner import Arriving, StepOutput, TokenIds
 from qinfer.engine.sampler import Draw, choose
+
+T = TypeVar("T")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 384,
@@ -155,6 +158,18 @@ def tiny_model(
         (directory / name).write_text(json.dumps(content, indent=2))
     (directory / "chat_template.jinja").write_text(CHATML)
     return directory
+
+
+def wait_until(condition: Callable[[], T]) -> T:
+    """What the condition gives, once that is true; AssertionError where it never is.
+
+    Patience is counted in naps, two minutes of them: a machine may stand still for a while, which takes none.
+    """
+    for _ in range(6000):
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError("it did not come true")
 
 
 def error_ratio(out: Tensor, reference: Tensor) -> float:

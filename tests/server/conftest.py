@@ -30,7 +30,9 @@ from qinfer.outputs import CompletionOutput, Logprob, RequestOutput, RequestStat
 from qinfer.quant import W4A16, W8A8Int8
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.app import build_app
+from qinfer.server.door import Door
 from qinfer.server.options import ServerOptions
+from qinfer.server.protocol_errors import JsonH11
 from qinfer.testing import tiny_model
 from qinfer.tokenizer import Detokenizer, Tokenizer
 
@@ -69,7 +71,7 @@ class ScriptedEngine:
     """The engine's interface with tokens from a script: one token per sequence and step.
 
     `fail_at_step` makes that step raise; `seconds_per_step` makes steps take time; `seen` lists the
-    parameters of every request; `hold` stops stepping while it is set.
+    parameters of every request; steps make nothing while `hold` is set.
     """
 
     def __init__(self, tokenizer: Tokenizer, script: Script = hashed_script) -> None:
@@ -83,6 +85,7 @@ class ScriptedEngine:
         self.extras: list[tuple[int, str | None]] = []
         self.aborted: list[str] = []
         self.num_steps = self.num_resets = 0
+        self.hold = False
         self.fail_at_step: int | None = None
         self.seconds_per_step = 0.0
         self.kv_cache_dtype = "int8"
@@ -131,6 +134,9 @@ class ScriptedEngine:
         return EngineStats(*numbers, self._last_step)
 
     def step(self) -> list[RequestOutput]:
+        if self.hold:
+            time.sleep(0.005)
+            return []
         if self.num_steps == self.fail_at_step:
             raise RuntimeError("scripted failure with a secret /path")
         self.num_steps += 1
@@ -206,7 +212,7 @@ class FakeLLM:
     def __init__(self, tokenizer: Tokenizer, script: Script, defaults: SamplingParams | None) -> None:
         self.engine = ScriptedEngine(tokenizer, script)
         self.gate = GateStatus("passed", "gate passed: PASS")
-        self.config = SimpleNamespace(name="tiny")
+        self.config = SimpleNamespace(name="tiny", hidden_size=64)
         self.served_model_names = (MODEL,)
         self.schemes, self.dtype = (W4A16(64, symmetric=True), W8A8Int8()), torch.bfloat16
         self._tokenizer, self._defaults = tokenizer, defaults or SamplingParams()
@@ -248,7 +254,8 @@ class Served:
 @contextmanager
 def running(app: Any) -> Iterator[str]:
     """Runs an app in uvicorn on a free port of 127.0.0.1, in a thread; yields its URL."""
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", timeout_graceful_shutdown=5)
+    quiet: dict[str, Any] = {"log_level": "warning", "lifespan": "off", "timeout_graceful_shutdown": 5}
+    config = uvicorn.Config(app, port=0, http=JsonH11, **quiet)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
     thread.start()
@@ -285,25 +292,30 @@ def fake_llm(tokenizer: Tokenizer) -> FakeLLM:
 
 @pytest.fixture(scope="session")
 def serve_scripted(tokenizer: Tokenizer) -> Callable[..., Any]:
-    """A context manager: a server with a scripted engine; keywords are ServerOptions, and the gate."""
+    """A context manager: a server with a scripted engine; keywords are ServerOptions, gate and door."""
 
     @contextmanager
     def start(
         script: Script = hashed_script,
         defaults: SamplingParams | None = None,
         gate: GateStatus | None = None,
+        door: Door | None = None,
         **options: Any,
     ) -> Iterator[Served]:
-        llm = FakeLLM(tokenizer, script, defaults)
-        engine = AsyncLLM(llm)  # type: ignore[arg-type]
+        llm, settled = FakeLLM(tokenizer, script, defaults), ServerOptions(**options)
+        engine = AsyncLLM(
+            llm,  # type: ignore[arg-type]
+            max_num_queued_reqs=settled.max_num_queued_reqs,
+            max_num_queued_tokens=settled.max_num_queued_tokens,
+        )
         try:
             with (
-                running(build_app(engine, ServerOptions(**options), gate=gate)) as url,
-                httpx.Client(base_url=url, timeout=30) as client,
+                running(build_app(engine, settled, gate=gate, door=door)) as url,
+                httpx.Client(base_url=url, timeout=None) as client,
             ):
                 yield Served(url, engine, llm.engine, client)
         finally:
-            assert engine.shutdown(10)
+            assert engine.shutdown()
 
     return start
 

@@ -8,24 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
-T = TypeVar("T")
-NAPS = 6000  # of 20 ms; machines may be slow or stand still for a while, which takes no nap away
-
-
-def until(condition: Callable[[], T]) -> T:
-    """What the condition gives, once that is true."""
-    for _ in range(NAPS):
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("it did not come true")
+from qinfer.testing import wait_until
 
 
 class Process:
@@ -54,7 +43,7 @@ class Process:
             assert line or self._reader.is_alive(), f"no {text!r} in {self.said}"
             return line
 
-        return str(until(found))
+        return str(wait_until(found))
 
     def url(self) -> str:
         """Where it serves, once it does."""
@@ -66,7 +55,7 @@ class Process:
 
     def exit_code(self) -> int:
         """Waits for the end."""
-        until(lambda: self.popen.poll() is not None)
+        wait_until(lambda: self.popen.poll() is not None)
         self._reader.join()
         return self.popen.returncode
 
@@ -102,11 +91,6 @@ def start() -> Iterator[Callable[..., Process]]:
     yield begin
     for process in started:
         process.close()
-
-
-@pytest.fixture(name="until")
-def _until() -> Callable[..., Any]:
-    return until
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from qinfer.errors import UserError
 from qinfer.server import ending
 from qinfer.server.options import ServerOptions
 from qinfer.server.waiting import listen
+from qinfer.testing import wait_until
 
 PROMPT, DEADLY, ENDLESS, HELD = [97], [1], [2], [3]
 
@@ -44,13 +45,13 @@ class Stream(threading.Thread):
         return [json.loads(line.removeprefix("data: ")) for line in self.lines[:-1]]
 
 
-def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path, until):
+def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path):
     process = start_stub(shutdown_timeout=600)
     url = process.url()
     streams = [Stream(url, HELD), Stream(url, HELD)]
-    until(lambda: all(stream.lines for stream in streams))
+    wait_until(lambda: all(stream.lines for stream in streams))
     process.send(signal.SIGTERM)
-    until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
     assert httpx.get(f"{url}/ping").json()["error"]["message"] == "the server is shutting down"
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -63,33 +64,33 @@ def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path, until)
     listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()  # free at once
 
 
-def test_h11_what_outlasts_the_patience_ends_with_an_error(start_stub, until):
+def test_h11_what_outlasts_the_patience_ends_with_an_error(start_stub):
     process = start_stub(shutdown_timeout=0.5)
     stream = Stream(process.url(), HELD)
-    until(lambda: stream.lines)
+    wait_until(lambda: stream.lines)
     process.send(signal.SIGINT)
     assert stream.chunks()[-1]["error"]["code"] == 503
     assert process.exit_code() == 0
 
 
-def test_the_second_signal_leaves_at_once(start_stub, until):
+def test_the_second_signal_leaves_at_once(start_stub):
     process = start_stub(shutdown_timeout=600)
     url = process.url()
     stream = Stream(url, HELD)
-    until(lambda: stream.lines)
+    wait_until(lambda: stream.lines)
     process.send(signal.SIGTERM)
-    until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
     process.send(signal.SIGTERM)
     assert process.exit_code() == 0
     stream.join()
     assert stream.lines[-1] != "data: [DONE]"
 
 
-def test_h14_a_dead_engine_ends_the_process_with_one(start_stub, until):
+def test_h14_a_dead_engine_ends_the_process_with_one(start_stub):
     process = start_stub(shutdown_timeout=600)
     url = process.url()
     stream = Stream(url, HELD)
-    until(lambda: stream.lines)
+    wait_until(lambda: stream.lines)
     answer = httpx.post(f"{url}/v1/completions", json={"prompt": DEADLY}, timeout=None)
     assert answer.status_code == 500
     assert answer.json()["error"]["message"] == "the engine has died; the server must be restarted"
@@ -108,11 +109,11 @@ def test_a_step_without_end_does_not_keep_the_process(start_stub):
     assert "the engine is still in a step" in "".join(process.said)
 
 
-def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub, until):
+def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub):
     process = start_stub()
     url = process.url()
     stream = Stream(url, HELD)
-    until(lambda: stream.lines)
+    wait_until(lambda: stream.lines)
     children = process.children()
     process.send(signal.SIGKILL)
     assert process.exit_code() == -signal.SIGKILL
