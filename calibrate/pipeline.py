@@ -31,9 +31,11 @@ from qinfer.calibrate.block import Batch, embed_batches, load_block
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calibration_sequences
 from qinfer.calibrate.kv_scales import SIDECAR, check_kind, kv_cache_scheme, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
+from qinfer.calibrate.mixing import average_bits
 from qinfer.calibrate.recipe import PRESETS, Recipe, settle
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.calibrate.selftext import Generate, engine_generate
+from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, layer_tensors
@@ -48,7 +50,6 @@ __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 NUM_SAMPLES = 16
 MAX_SEQ_LEN = 512
 SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
-Unit = tuple[int, str]  # a layer and one of its groups, the smallest part that has a scheme of its own
 PROPAGATED = "outputs of the quantized layers before it"
 
 _CPU = torch.device("cpu")
@@ -68,6 +69,7 @@ class QuantizeJob:
     dtype: torch.dtype | None = None  # of activations while calibrating; None: what the processor is fast at
     kv_scales: str | None = None  # one of kv_scales.KV_SCALES
     mix: Mapping[Unit, Scheme] = field(default_factory=dict)  # units that have a scheme of their own
+    costs: Mapping[Unit, float] = field(default_factory=dict)  # KL of each unit alone, where it was measured
 
     @property
     def storage(self) -> torch.dtype:
@@ -106,6 +108,7 @@ def prepare(
     symmetric: bool | None = None,
     ranges: str | None = None,
     kv_scales: str | None = None,
+    mixing: bool = False,
     calibration: str | Iterable[Document] | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -117,6 +120,7 @@ def prepare(
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
     `generate` writes self-written text; None loads the source into the engine when that is called for.
+    `mixing` says that sensitivities will be measured, which takes text whatever the method.
     Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
     `out` that holds something, and a length beyond the model's context.
     """
@@ -131,7 +135,7 @@ def prepare(
     if max_seq_len is not None and max_seq_len > context:
         raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
     data = None
-    if recipe.needs_text or kv_scales is not None:
+    if recipe.needs_text or kv_scales is not None or mixing:
         data = calibration_sequences(
             calibration,
             tokenizer,
@@ -181,7 +185,7 @@ def _run(
         writer.add(name, tensor)
         written.add(name)
 
-    dtype = job.dtype or _fast_dtype()
+    dtype = job.dtype or fast_dtype()
     batches: list[Batch] = []
     if job.data is not None:
         batches = embed_batches(
@@ -205,7 +209,9 @@ def _run(
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
-        mix={f"layer {i} {group}": s.label for (i, group), s in job.mix.items()},
+        average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
+        mix={_named(unit): other.label for unit, other in job.mix.items()},
+        sensitivity={_named(unit): cost for unit, cost in job.costs.items()},
         kv_scales=job.kv_scales,
         layers=tuple(layer.report for layer in layers),
     )
@@ -214,6 +220,10 @@ def _run(
         files[SIDECAR] = sidecar({i: layer.kv_maxima for i, layer in enumerate(layers)})
     writer.finish(_configuration(job), files)
     return result
+
+
+def _named(unit: Unit) -> str:
+    return f"layer {unit[0]} {unit[1]}"
 
 
 def _expected_names(job: QuantizeJob) -> set[str]:
@@ -260,5 +270,6 @@ def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch], dtype: t
     return layer._replace(tensors=named)
 
 
-def _fast_dtype() -> torch.dtype:
+def fast_dtype() -> torch.dtype:
+    """Of activations: bfloat16 where the processor has matrix units for it, else float32."""
     return torch.bfloat16 if "amx_bf16" in cpu_features() else torch.float32

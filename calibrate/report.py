@@ -39,7 +39,9 @@ class QuantizeReport:
     propagated: str  # what a layer was calibrated on
     seconds: float
     layers: tuple[LayerReport, ...]
+    average_bits: float = 0.0  # per weight of the linears, scales and zero points counted
     mix: dict[str, str] = field(default_factory=dict)  # "layer 3 down" -> label of its own scheme
+    sensitivity: dict[str, float] = field(default_factory=dict)  # KL in nats of each unit quantized alone
     kv_scales: str | None = None
 
     @classmethod
@@ -59,6 +61,9 @@ class QuantizeReport:
     def to_text(self) -> str:
         """Three lines for a terminal: what was done, on what, and how well."""
         lines = [f"{self.scheme} by {self.method}: {len(self.layers)} layers in {self.seconds:.1f} s"]
+        if self.mix:
+            kinds = ", ".join(sorted(set(self.mix.values())))
+            lines.append(f"{len(self.mix)} units in {kinds}: {self.average_bits:.2f} bits per weight in all")
         if self.calibration is not None:
             kinds = ", ".join(f"{n} {kind}" for kind, n in self.calibration["kinds"].items())
             lines.append(

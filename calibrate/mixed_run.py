@@ -1,0 +1,81 @@
+"""A run in mixed precision: measure what each unit costs, raise the worst, to a budget or until it passes.
+
+Costs are measured once, for units rounded to nearest. They are not quite those that the method will leave,
+and they do not quite add up. So a verdict is never guessed: after each step the whole model is quantized
+again and judged again by whoever called. That is the repair for a checkpoint that its gate fails.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+
+from qinfer.calibrate.mixing import average_bits, next_step, ranked, within_budget
+from qinfer.calibrate.pipeline import QuantizeJob, fast_dtype, run
+from qinfer.calibrate.report import QuantizeReport
+from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
+from qinfer.checkpoint.names import layer_modules, linear_shape
+
+logger = logging.getLogger(__name__)
+
+
+def with_costs(job: QuantizeJob, *, progress: bool = True) -> QuantizeJob:
+    """The job with the KL that each unit costs alone: measured, or estimated above a billion parameters."""
+    assert job.data is not None, "a job that mixes is prepared with text"
+    config = job.source.config
+    weights = config.num_layers * sum(prod(linear_shape(config, module)) for module in layer_modules(config))
+    costs = sensitivities(
+        job.source,
+        job.data.sequences,
+        job.recipe.scheme,
+        storage=job.storage,
+        dtype=job.dtype or fast_dtype(),
+        measured=weights <= MEASURED_PARAMETERS,
+        progress=progress,
+    )
+    return replace(job, costs=costs)
+
+
+def within(job: QuantizeJob, budget: float) -> QuantizeJob:
+    """The job with its worst units raised as far as `budget` bits per weight allow, or UserError."""
+    config, scheme = job.source.config, job.recipe.scheme
+    mix = within_budget(config, order_of(job), scheme, budget, job.storage.itemsize)
+    return replace(job, mix=mix)
+
+
+def order_of(job: QuantizeJob) -> list[Unit]:
+    """Units, the one whose cure gains most per bit first."""
+    return ranked(job.source.config, job.costs, job.recipe.scheme, job.storage.itemsize)
+
+
+def run_until(
+    job: QuantizeJob,
+    passes: Callable[[QuantizeReport], bool],
+    *,
+    budget: float | None = None,
+    progress: bool = True,
+    extra_files: Mapping[str, str] | None = None,
+) -> QuantizeReport:
+    """Quantizes and asks `passes`; while it says no, raises the next tenth of the units and does so again.
+
+    Ends with what was made last where all units are raised, or the next step would exceed `budget`.
+    """
+    order = order_of(job)
+    while True:
+        report = run(job, progress=progress, extra_files=extra_files)
+        if passes(report):
+            return report
+        mix = next_step(order, job.mix, job.recipe.scheme)
+        bits = average_bits(job.source.config, job.recipe.scheme, mix, job.storage.itemsize)
+        if mix == job.mix or (budget is not None and bits > budget):
+            logger.warning(
+                "not passed with %d of %d units raised, and %s",
+                len(job.mix),
+                len(order),
+                "none is left" if mix == job.mix else f"the next step would take {bits:.2f} bits per weight",
+            )
+            return report
+        logger.warning("not passed: raising %d of %d units, %.2f bits per weight", len(mix), len(order), bits)
+        job = replace(job, mix=mix, overwrite=True)
