@@ -88,7 +88,7 @@ class Float8Linear:
 
 
 def survey(raw: Mapping[str, Any], folder: Folder) -> dict[str, Stored]:
-    """Every linear whose weight is float8; which kind of scale it has is read from the scale's shape.
+    """Every linear whose weight is float8; without blocks, a scale's shape says whether it is one per row.
 
     Raises UnsupportedModelError for another float8 than e4m3.
     """
@@ -103,7 +103,7 @@ def survey(raw: Mapping[str, Any], folder: Folder) -> dict[str, Stored]:
         linear = Float8Linear(
             Dense(),
             shape,
-            _granularity(folder, f"{module}.{scale}", shape, "block" if block else "tensor"),
+            "block" if block else _one_or_one_per_row(folder, f"{module}.{scale}", shape),
             scale,
             _EXPONENTS.get(_dtype(folder, f"{module}.{scale}")),
             _first(folder, module, "activation_scale", "input_scale") if is_static else None,
@@ -149,15 +149,10 @@ def _refuse_other_floats(folder: Folder) -> None:
             )
 
 
-def _granularity(folder: Folder, name: str, shape: tuple[int, int], expected: Granularity) -> Granularity:
-    """What the shape of a scale says; `expected` where there is none."""
-    found = folder.headers.get(name)
-    if found is None:
-        return expected
-    lengths = [length for length in found.shape if length != 1]
-    if not lengths:
-        return "tensor"
-    return "channel" if lengths == [shape[0]] else "block"
+def _one_or_one_per_row(folder: Folder, name: str, shape: tuple[int, int]) -> Granularity:
+    """What the shape of a scale says."""
+    found = folder.headers[name].shape if folder.has(name) else ()
+    return "channel" if [length for length in found if length != 1] == [shape[0]] else "tensor"
 
 
 def _dtype(folder: Folder, name: str) -> str:
