@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import qinfer
 from qinfer import compare, reading
-from qinfer.calibrate import pipeline
+from qinfer.calibrate import mixed_run, pipeline
 from qinfer.calibrate.data import DEFAULT_SEED, check_source
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.checkpoint.files import read_json
@@ -80,6 +80,9 @@ def quantize(
     group_size: int | None = None,
     symmetric: bool | None = None,
     ranges: str | None = None,
+    kv_scales: str | None = None,
+    budget: float | None = None,
+    until_gate: bool = False,
     calibration: str | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -96,11 +99,15 @@ def quantize(
     """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
 
     Where an earlier call with the same arguments was stopped while it judged, only the judging is done again,
-    with `overwrite` too. `sign` and `valid_days` are for the certificate, as in `evaluate`.
+    with `overwrite` too. With a `budget`, average bits per weight, the units that do most damage get 8 bits;
+    with `until_gate` more and more of them do until the gate passes it. `sign` and `valid_days` are for the
+    certificate, as in `evaluate`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
-    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
+    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False, until_gate=until_gate)
+    if until_gate and not gate:
+        raise UserError("until_gate raises units until the gate passes: it cannot go without", "until_gate")
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
     _check_seed(seed)
     check_source(calibration)
@@ -113,27 +120,46 @@ def quantize(
         "group_size": group_size,
         "symmetric": symmetric,
         "ranges": ranges,
+        "kv_scales": kv_scales,
         "calibration": calibration,
         "num_samples": num_samples,
         "max_seq_len": max_seq_len,
         "seed": seed,
     }
-    call = {**_made_from(source, calibration), **settings}
-    made = _made_before(folder, call, overwrite=overwrite) if gate else None
+    call = {**_made_from(source, calibration), **settings, "budget": budget}
+    judged: list[GateResult] = []
+
+    def judge(_: QuantizeReport) -> bool:
+        gc.collect()  # what calibration held is gone before two models are loaded
+        candidate = reading.open_model(str(folder))
+        serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
+        comparison = compare.Comparison(candidate, serving, source, profile)
+        judged.append(_certify(comparison, seal, progress=progress))
+        return judged[-1].verdict == "PASS"
+
+    made = _made_before(folder, call, overwrite=overwrite) if gate and not until_gate else None
     if made is None:
+        mixing = budget is not None or until_gate
         job = pipeline.prepare(
-            source.checkpoint, source.tokenizer, folder, overwrite=overwrite, progress=progress, **settings
+            source.checkpoint,
+            source.tokenizer,
+            folder,
+            overwrite=overwrite,
+            progress=progress,
+            mixing=mixing,
+            **settings,
         )
+        job = mixed_run.with_costs(job, progress=progress) if mixing else job
+        if until_gate:
+            made = mixed_run.run_until(job, judge, budget=budget, progress=progress)
+            return QuantizeResult(folder, made, judged[-1])
+        job = job if budget is None else mixed_run.within(job, budget)
         waiting = {WAITING_NAME: json.dumps(call, indent=1, default=repr)} if gate else {}
         made = pipeline.run(job, progress=progress, extra_files=waiting)
         del job
-        gc.collect()  # what calibration held is gone before two models are loaded
-    judged = None
     if gate:
-        candidate = reading.open_model(str(folder))
-        serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
-        judged = _certify(compare.Comparison(candidate, serving, source, profile), seal, progress=progress)
-    return QuantizeResult(folder, made, judged)
+        judge(made)
+    return QuantizeResult(folder, made, judged[-1] if judged else None)
 
 
 class Options(TypedDict, total=False):

@@ -32,7 +32,7 @@ def quantize(
     method: Annotated[
         str | None,
         typer.Option(
-            help="rtn, smoothquant, awq, gptq, smoothquant+gptq or awq+gptq. Default: the preset's, else rtn.",
+            help="rtn, smoothquant, awq, gptq, smoothquant+gptq or awq+gptq. Default: the scheme's usual.",
             show_default=False,
         ),
     ] = None,
@@ -51,6 +51,20 @@ def quantize(
             show_default=False,
         ),
     ] = None,
+    kv_scales: Annotated[
+        str | None,
+        typer.Option(help="Scales for an 8-bit KV cache: fp8, fp8-head or int8-head.", show_default=False),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Average bits per weight: the layers that do most damage get 8 bits within it.",
+            show_default=False,
+        ),
+    ] = None,
+    until_gate: Annotated[
+        bool, typer.Option("--until-gate", help="Give more and more layers 8 bits until the gate passes.")
+    ] = False,
     calibration: Annotated[
         str | None,
         typer.Option(
@@ -94,6 +108,9 @@ def quantize(
                 group_size=group_size,
                 symmetric=symmetric,
                 ranges=ranges,
+                kv_scales=kv_scales,
+                budget=budget,
+                until_gate=until_gate,
                 calibration=calibration,
                 num_samples=num_samples,
                 max_seq_len=max_seq_len,
