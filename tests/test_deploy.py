@@ -64,7 +64,17 @@ def test_the_container_file_copies_and_starts_what_there_is() -> None:
 def test_the_guide_names_only_what_there_is() -> None:
     guide = (DEPLOY / "README.md").read_text()
     ours = flags(re.findall(r"--[a-z][a-z-]+", guide))
-    theirs = {"--build-arg", "--device", "--gpus", "--system", "--home-dir", "--now", "--config"}
+    theirs = {
+        "--build-arg",
+        "--device",
+        "--gpus",
+        "--system",
+        "--home-dir",
+        "--now",
+        "--config",
+        "--worker-urls",
+        "--policy",
+    }
     assert ours - theirs <= OPTIONS
     for name in re.findall(r"`(?:deploy/)?(\w[\w./]+\.(?:service|env|yml|json)|Containerfile)`", guide):
         assert (DEPLOY / name).exists(), name
