@@ -23,9 +23,7 @@ from qinfer.server.histogram import Histogram
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "DELETE", "PATCH")
 UNCOUNTED = ("/metrics", "/health", "/load", "/ping", "/version")  # by vLLM
 FEW = (0.1, 0.5, 1)
-MANY = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60),
-)
+MANY = (0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 7.5, 10, 30, 60)
 
 
 class HttpMetrics:
