@@ -1,4 +1,4 @@
-"""Which form an answer must have: a grammar in one of five spellings, checked as far as needs no model.
+"""Which form an answer must have: a grammar in one of six spellings, checked as far as needs no model.
 
 What is checked here costs nothing; whether the grammar itself can be compiled, the engine says when it takes
 the request in (`qinfer.engine.structured`). Every refusal is a `UserError` that names the field.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qinfer.errors import UserError
+from qinfer.structural_tags import Tag, parse_tags
 
 MAX_DEPTH = 64  # of a schema: deeper ones are attacks or mistakes
 # between parts of JSON; without a bound a small model, once it has begun to indent, may never stop
@@ -21,7 +22,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one of `json` (a schema), `regex`, `choice` (texts), `grammar` (Lark or GBNF), `json_object`.
+    """Exactly one of `json` (a schema), `regex`, `choice` (texts), `grammar` (Lark or GBNF), `json_object`,
+    `structural_tag` (see `structural_tags`).
 
     JSON may be spaced as the model likes, within bounds; `disable_any_whitespace` leaves none and
     `whitespace_pattern` is a regex for what may stand between two parts of it. Raises UserError.
@@ -32,24 +34,26 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    structural_tag: str | None = None
+    structural_tag: str | Mapping[str, Any] | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        if self.structural_tag is not None:
-            raise NotImplementedError("qinfer does not have structured_outputs.structural_tag")
         if len(self._given()) != 1:
             named = " and ".join(self._given()) or "none"
             raise UserError(
-                f"structured_outputs needs exactly one of {', '.join(KINDS[:-1])}, not {named}",
+                f"structured_outputs needs exactly one of {', '.join(KINDS)}, not {named}",
                 "structured_outputs",
             )
         self._check_texts()
         if self.choice is not None:
             _check_choice(self.choice)
         if self.json is not None:
-            _check_schema(self.schema())
+            _check_schema(self.schema(), "json")
+        for tag in self.tags():
+            _check_schema(tag.schema, "structural_tag")
+            for text in (tag.begin, tag.end):
+                _check_unicode(text, "structural_tag")
 
     @property
     def kind(self) -> str:
@@ -64,6 +68,10 @@ class StructuredOutputsParams:
             return json.loads(self.json)
         except (ValueError, RecursionError) as error:
             raise UserError(f"the JSON schema is no valid JSON: {error}", "json") from None
+
+    def tags(self) -> tuple[Tag, ...]:
+        """The structures of the structural tag; UserError where it is none."""
+        return () if self.structural_tag is None else parse_tags(self.structural_tag)
 
     def _given(self) -> list[str]:
         return [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -96,15 +104,15 @@ def _check_unicode(text: str, name: str) -> None:
         raise UserError(f"{name} holds text that is not valid Unicode: {text!r:.100}", name) from None
 
 
-def _check_schema(schema: Any) -> None:
+def _check_schema(schema: Any, name: str) -> None:
     if not isinstance(schema, Mapping):
-        raise UserError(f"a JSON schema is an object, not {schema!r:.100}", "json")
+        raise UserError(f"a JSON schema is an object, not {schema!r:.100}", name)
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH):
         level = [inner for value in level for inner in _inside(value)]
         if not level:
             return
-    raise UserError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels", "json")
+    raise UserError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels", name)
 
 
 def _inside(value: Any) -> list[Any]:

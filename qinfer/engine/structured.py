@@ -17,6 +17,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from collections.abc import Sequence as AnySequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from qinfer.errors import UserError
+from qinfer.structural_tags import tags_grammar
 from qinfer.structured_outputs import WHITESPACE, StructuredOutputsParams
 
 if TYPE_CHECKING:  # imported when a grammar comes: most engines never see one
@@ -79,7 +81,8 @@ class Grammars:
                 return known
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._known_vocabulary(), _grammar_of(params, written), log_level=0)
+        vocabulary = self._known_vocabulary()
+        matcher = LLMatcher(vocabulary, _grammar_of(params, written, self._is_token), log_level=0)
         trial = matcher.deep_copy()
         trial.compute_bitmask()  # may take a second, too: copies share what the lexer has found out
         if trial.is_error():
@@ -93,6 +96,12 @@ class Grammars:
     def start(self, params: StructuredOutputsParams) -> Constraint:
         """A new sequence's constraint; raises as `compile`."""
         return Constraint(self.compile(params).deep_copy(), self._vocab_size)
+
+    def _is_token(self, text: str) -> bool:
+        """Whether a text is a special token of this vocabulary."""
+        assert self._tokenizer is not None, "the vocabulary is its"
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        return len(ids) == 1 and ids[0] in self._tokenizer.special_ids
 
     def _known_vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -120,6 +129,8 @@ def _written(params: StructuredOutputsParams) -> str:
             return "|".join(map(_literally, params.choice or ()))
         case "json_object":
             return '{"type": "object"}'
+        case "structural_tag":
+            return json.dumps(params.tags())
     text: str = getattr(params, params.kind)
     return text
 
@@ -129,7 +140,7 @@ def _literally(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
 
 
-def _grammar_of(params: StructuredOutputsParams, written: str) -> str:
+def _grammar_of(params: StructuredOutputsParams, written: str, is_token: Callable[[str], bool]) -> str:
     """llguidance's own form of a grammar, not yet compiled; UserError where it cannot be written in it."""
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
@@ -144,6 +155,8 @@ def _grammar_of(params: StructuredOutputsParams, written: str) -> str:
     spacing: JsonCompileOptions = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         spacing = {"whitespace_flexible": False}
+    if params.kind == "structural_tag":
+        return LLMatcher.grammar_from_lark(tags_grammar(params.tags(), is_token, spacing))
     return LLMatcher.grammar_from_json_schema(written, overrides=spacing)
 
 

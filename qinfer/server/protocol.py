@@ -90,10 +90,14 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The answer's form: any text, any JSON object, or JSON of a schema."""
+    """The answer's form: any text, any JSON object, JSON of a schema, or text with parts that have one."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    # vLLM's, of a structural tag
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[Text] | None = None
+    format: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> ResponseFormat:
@@ -186,6 +190,8 @@ class GenerationRequest(BaseModel):
             return StructuredOutputsParams(**given)
         if self.response_format is None or self.response_format.type == "text":
             return None
+        if self.response_format.type == "structural_tag":
+            return StructuredOutputsParams(structural_tag=self.response_format.model_dump())
         if self.response_format.json_schema is None:
             return StructuredOutputsParams(json_object=True)
         return StructuredOutputsParams(json=self.response_format.json_schema.schema_)

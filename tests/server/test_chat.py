@@ -208,13 +208,29 @@ def test_a_template_in_the_request_is_refused_unless_trusted(served, serve_scrip
     assert answer["prompt_token_ids"] == served.engine.tokenizer.encode("Hello!")
 
 
+def test_structural_tags_in_both_spellings(serve_scripted, tokenizer):
+    tags = {"triggers": ["<f="], "structures": [{"begin": "<f=get>", "schema": {}, "end": "</f>"}]}
+    ids = [*tokenizer.encode("x"), max(tokenizer.eos_token_ids)]
+    with serve_scripted(script=lambda prompt, choice: ids) as served:
+        for more in (
+            {"response_format": {"type": "structural_tag", **tags}},
+            {"structured_outputs": {"structural_tag": tags}},
+        ):
+            assert served.post(PATH, {"messages": HELLO, **more}).status_code == 200
+        asked = [params.structured_outputs.tags() for params in served.scripted.seen]
+        refused = served.post(PATH, {"messages": HELLO, "response_format": {"type": "structural_tag"}})
+    assert asked[0] == asked[1] == (("<f=", "<f=get>", {}, "</f>"),)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "response_format"
+
+
 @pytest.mark.parametrize(
     ("more", "status"),
     [
         ({"tools": []}, 400),
         ({"tool_choice": "auto"}, 400),
         ({"response_format": {"type": "text"}}, 200),
-        ({"structured_outputs": {"structural_tag": {}}}, 501),
+        ({"structured_outputs": {"structural_tag": {"format": {"type": "any_text"}}}}, 501),
         ({"chat_template_kwargs": {"tools": 1}}, 400),
         ({"a_field_of_tomorrow": {"x": 1}}, 200),
     ],

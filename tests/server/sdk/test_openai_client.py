@@ -124,7 +124,10 @@ def test_echoed_logprobs_are_those_of_the_model(client, reference):
         (openai.BadRequestError, {"messages": []}),
         (openai.BadRequestError, {"extra_body": {"top_k": "x"}}),
         (openai.NotFoundError, {"model": "other"}),
-        (openai.InternalServerError, {"extra_body": {"structured_outputs": {"structural_tag": {}}}}),  # 501
+        (
+            openai.InternalServerError,
+            {"extra_body": {"structured_outputs": {"structural_tag": {"format": {}}}}},
+        ),
     ],
 )
 def test_errors_become_the_sdks_exceptions(client, error, changes):
