@@ -112,7 +112,10 @@ def test_a_phone_scrolls_down_only(page: Any, view: str) -> None:
     page.resize(360, 640)
     page.js(f"location.hash = '#{view}'")
     page.wait(f"!document.querySelector('#{view}-view').hidden")
+    for name in ("served-model", "gate-line", "problem"):
+        page.js(f"document.querySelector('#{name}').textContent = '/models/x'.repeat(20)")
     assert page.js("document.documentElement.scrollWidth") <= 360
+    assert page.js(f"document.querySelector('#{view}-view').scrollWidth") <= 360
     assert not page.js("document.querySelector('#settings').open")
     if view == "chat":
         assert page.run("() => document.querySelector('#send').getBoundingClientRect().bottom") <= 640
