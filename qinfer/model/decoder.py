@@ -269,7 +269,7 @@ def load_layer(checkpoint: Checkpoint, index: int, *, device: torch.device, dtyp
     return Layer.build(
         config,
         index,
-        {module: _linear(checkpoint, prefix + module, device) for module in modules},
+        {module: _linear(checkpoint, prefix + module, device, dtype) for module in modules},
         {name.removeprefix(prefix): tensor for name, tensor in others.items()},
         device=device,
         dtype=dtype,
@@ -286,15 +286,18 @@ def _filled(
     for name, parameter in parameters.items():
         tensor = checkpoint.tensor(name, device)
         assert tensor.shape == parameter.shape, name  # the checkpoint has checked; copy_ would broadcast
+        _refuse_overflow(checkpoint, name, tensor, dtype)
         parameter.copy_(tensor)
     _refuse_nan(checkpoint, parameters)
     return parameters
 
 
-def _linear(checkpoint: Checkpoint, module: str, device: torch.device) -> FileTensors:
+def _linear(checkpoint: Checkpoint, module: str, device: torch.device, dtype: torch.dtype) -> FileTensors:
     """A linear's scheme and file tensors, whose presence and shapes the checkpoint has checked."""
     tensors = checkpoint.module(module, device)
     _refuse_nan(checkpoint, {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()})
+    for suffix, tensor in tensors.items():
+        _refuse_overflow(checkpoint, f"{module}.{suffix}", tensor, dtype)
     return checkpoint.scheme(module), tensors
 
 
@@ -302,3 +305,15 @@ def _refuse_nan(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise CheckpointError(f"{checkpoint.path}: {name} holds NaN, so this checkpoint is broken")
+
+
+def _refuse_overflow(checkpoint: Checkpoint, name: str, tensor: Tensor, dtype: torch.dtype) -> None:
+    """CheckpointError for a number of the file that float16, the one narrow dtype, makes infinite."""
+    if dtype is not torch.float16 or tensor.dtype not in (torch.bfloat16, torch.float32):
+        return
+    largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
+    if largest > torch.finfo(dtype).max:
+        raise CheckpointError(
+            f"{checkpoint.path}: {name} holds {largest:.4g}, which float16 cannot: load the model as bfloat16 "
+            "or float32"
+        )

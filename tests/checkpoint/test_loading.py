@@ -1,12 +1,15 @@
 """How much memory reading a checkpoint takes: one shard is mapped at a time, whatever their number."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from qinfer.checkpoint import checkpoint as module
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from qinfer.errors import CheckpointError
 from qinfer.model.decoder import load_decoder
 from qinfer.testing import tiny_model
 
@@ -65,3 +68,14 @@ def test_tensors_arrive_on_the_device_that_is_asked_for(folder, monkeypatch):
         load_decoder(checkpoint, device=torch.device("meta"))  # no data: the check for NaN cannot pass
     assert asked == [torch.device("meta")] * len(asked)
     assert asked
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_q01_weight_that_float16_cannot_hold_is_named(name: str, tmp_path: Path) -> None:
+    folder = tiny_model("llama", tmp_path, dtype="bfloat16")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].view(-1)[3] = 1e5
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} holds 9.994e\+04, which float16 cannot"):
+        load_decoder(open_checkpoint(folder), dtype=torch.float16)
+    assert load_decoder(open_checkpoint(folder)).dtype == torch.bfloat16
