@@ -26,7 +26,7 @@ from qinfer.evals.thresholds import Limits
 from qinfer.reading import Bar, OpenModel, Reader, Serving, open_model, read_text, scores_of
 
 MEASURES = ("mean KL", "p99 KL", "top-1 agreement", "perplexity ratio")
-_NO_LIMITS = Limits(1.0, 1.0, 1.0, 1.0)
+_NO_LIMITS = Limits(*(1.0 for _ in Limits._fields))
 
 
 def main() -> None:
