@@ -1,4 +1,4 @@
-"""The example of docs/ci stops a pipeline at a bad checkpoint: in processes of its own, as a pipeline would."""
+"""The example of docs/ci stops a pipeline at a bad checkpoint, run as a pipeline would run it."""
 
 import os
 import subprocess
