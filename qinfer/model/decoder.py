@@ -314,6 +314,6 @@ def _refuse_overflow(checkpoint: Checkpoint, name: str, tensor: Tensor, dtype: t
     largest = float(tensor.abs().amax()) if tensor.numel() else 0.0
     if largest > torch.finfo(dtype).max:
         raise CheckpointError(
-            f"{checkpoint.path}: {name} holds {largest:.4g}, which float16 cannot: load the model as bfloat16 "
-            "or float32"
+            f"{checkpoint.path}: {name} holds {largest:.4g}, which float16 cannot: load it as bfloat16 or "
+            "float32"
         )
