@@ -119,8 +119,10 @@ def _decision(answers: Sequence[Any]) -> Any:
 def _distance(first: Sequence[Any], second: Sequence[Any]) -> float:
     if isinstance(first[0], str):
         return 0.0
-    numbers = ([one[0] if isinstance(one, tuple) else one for one in answers] for answers in (first, second))
-    return max(abs(a - b) for a, b in zip(*numbers, strict=True))
+    ours, theirs = (
+        [float(one[0] if isinstance(one, tuple) else one) for one in answers] for answers in (first, second)
+    )
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _options() -> argparse.Namespace:

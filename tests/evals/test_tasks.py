@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
@@ -269,6 +270,23 @@ def test_a_name_that_lm_eval_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with pytest.raises(UserError, match="lm-eval knows no task 'no_such_task_at_all'"):
         load_tasks(["no_such_task_at_all"])
+
+
+def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write(tmp_path / "rows.jsonl", {"q": "say", "a": "b"})
+    (tmp_path / "code.yaml").write_text(
+        "task: code\noutput_type: generate_until\ndataset_path: json\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {rows}}}}}\nunsafe_code: true\n"
+        "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: exact_match}]\n"
+    )
+    with pytest.raises(UserError, match="code runs programs that the model writes"):
+        load_tasks([str(tmp_path / "code.yaml")])
+    (tmp_path / "broken.yaml").write_text("task: broken\ndataset_path: json\n")
+    with pytest.raises(UserError, match=r"task .*broken\.yaml cannot be loaded"):
+        load_tasks([str(tmp_path / "broken.yaml")])
+    monkeypatch.setattr(ConfigurableTask, "MULTIMODAL", True, raising=False)
+    with pytest.raises(UserError, match="beyond text"):
+        load_tasks([write(tmp_path / "seen.jsonl", CHOICE)])
 
 
 def test_chat_prompts_are_made_for_each_model(tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) -> None:
