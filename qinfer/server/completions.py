@@ -8,6 +8,7 @@ logprobs it is what the prompt's tokens spell, so that the offsets are those of 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,12 +27,12 @@ from qinfer.server.sampling import check_room, completion_params
 from qinfer.server.state import ServerState
 from qinfer.server.wire import Body, Completion, CompletionChoice, CompletionLogprobs, Usage
 
+logger = logging.getLogger(__name__)
+
 
 async def answer(state: ServerState, request: CompletionRequest, request_id: str) -> Response:
     """Answers the request; raises UserError, ApiError or NotImplementedError for what cannot be done."""
     state.admit(request)
-    if request.suffix:
-        raise NotImplementedError("qinfer does not have fill-in-the-middle (suffix)")
     work = await asyncio.to_thread(_work, state, request)  # a long prompt must not hold up every stream
     return await CompletionAnswer(state, request, f"cmpl-{request.request_id or request_id}", work).respond()
 
@@ -46,11 +47,7 @@ def _work(state: ServerState, request: CompletionRequest) -> list[Work]:
 def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]) -> Work:
     engine = state.engine
     text = prompt if isinstance(prompt, str) else None
-    if isinstance(prompt, str):
-        special = request.add_special_tokens is not False
-        token_ids = encoded(state, prompt, request.truncate_prompt_tokens, add_special_tokens=special)
-    else:
-        token_ids = prompt
+    token_ids = _tokens(state, request, prompt)
     kept = truncated(token_ids, request.truncate_prompt_tokens, engine.max_model_len)
     if not kept:
         raise ApiError(400, "no token of the prompt is left", "truncate_prompt_tokens")
@@ -58,6 +55,19 @@ def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]
     params = completion_params(request, engine.default_sampling_params, room=room)
     compile_form(state, request, params)
     return Work(kept, text if len(kept) == len(token_ids) else None, params)
+
+
+def _tokens(state: ServerState, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
+    keep, special = request.truncate_prompt_tokens, request.add_special_tokens is not False
+    marks = state.infill_marks if request.suffix else None
+    if request.suffix and marks is None:
+        logger.warning("a suffix is ignored: this model has no tokens to fill in the middle by")
+    if marks is None:
+        return encoded(state, prompt, keep, add_special_tokens=special) if isinstance(prompt, str) else prompt
+    before = prompt if isinstance(prompt, list) else encoded(state, prompt, keep, add_special_tokens=False)
+    after = encoded(state, request.suffix or "", keep, add_special_tokens=False)
+    start = state.engine.tokenizer.encode("") if special and isinstance(prompt, str) else []
+    return [*start, *marks.around(before, after)]
 
 
 class CompletionAnswer(ChunkedAnswer):

@@ -222,7 +222,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Count | None = None  # None: 16, as OpenAI's
     logprobs: Count | None = None
     echo: bool = False
-    suffix: str | None = None
+    suffix: Text | None = None  # means nothing to models that do not fill in the middle
 
     def prompts(self) -> Sequence[str | TokenIds]:
         """The prompts, always as a list, which may be empty."""

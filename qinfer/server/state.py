@@ -15,6 +15,7 @@ from qinfer.evals.certificate import GateStatus
 from qinfer.server.call_readers import HermesReader
 from qinfer.server.door import SHUT, Door
 from qinfer.server.errors import ApiError
+from qinfer.server.infill import Marks, marks_of
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import GenerationRequest
 from qinfer.server.tools import ToolParser, parser_of
@@ -58,6 +59,11 @@ class ServerState:
         tokenizer = self.engine.tokenizer
         mark = tokenizer.encode(HermesReader.START, add_special_tokens=False)
         return self.tool_parser == "hermes" and mark[0] in tokenizer.special_ids
+
+    @cached_property
+    def infill_marks(self) -> Marks | None:
+        """The tokens by which the model fills in the middle."""
+        return marks_of(self.engine.tokenizer)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError where the engine has died, or the server is to end."""
