@@ -198,20 +198,24 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         pooling: Pooling | None = None,
+        whole: bool = False,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's state whenever it has grown, the last time with `finished` set.
 
         `prompt` is text, token ids, or a mapping with `prompt` or `prompt_token_ids`; `request_id` must not
-        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. With `pooling` the last
-        one has an `embedding`. Raises UserError for what can never run, OverloadedError where a limit is
-        reached, and EngineDeadError. Closing or cancelling the iteration aborts the request.
+        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. With `whole` only the last
+        one comes, with `pooling` it has an `embedding`. Raises UserError for what can never run,
+        OverloadedError where a limit is reached, and EngineDeadError. Closing or cancelling the iteration
+        aborts the request.
         """
         refuse(lora_request=lora_request)
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self.compile, params.structured_outputs)
-        request = LiveRequest(request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling)
+        request = LiveRequest(
+            request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling, whole
+        )
         self._hand_over(request)
         finished = False
         seen: dict[int, CompletionOutput] = {}

@@ -156,7 +156,8 @@ class EngineThread:
             if request is None:  # aborted since the step was planned
                 continue
             request.latest = output
-            mail.append((request.mailbox, output))
+            if output.finished or not request.whole:
+                mail.append((request.mailbox, output))
             if output.finished:
                 self._forget(request)
         self._deliver(mail)

@@ -56,6 +56,7 @@ class LiveRequest:
     priority: int = 0
     cache_salt: str | None = None
     pooling: Pooling | None = None
+    whole: bool = False  # the reader wants the last output only
     arrival: float = field(default_factory=time.monotonic)
     arrival_time: float = field(default_factory=time.time)
     latest: RequestOutput | None = None

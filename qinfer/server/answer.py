@@ -93,6 +93,7 @@ class Answer(ABC):
             request_id,
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
+            whole=not self.request.stream,  # nobody hears of what is between
         )
 
     def usage(self) -> Usage:

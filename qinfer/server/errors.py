@@ -51,8 +51,16 @@ class ErrorBody(BaseModel):
 
 
 DOCUMENTED: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "What was asked for is wrong."},
-    "5XX": {"model": ErrorBody, "description": "It cannot be done: not implemented, not ready, or a bug."},
+    status: {"model": ErrorBody, "description": description}
+    for status, description in (
+        (400, "What was asked for is wrong; `param` names the field."),
+        (401, "A valid API key is required."),
+        (404, "There is no such model, response or route."),
+        (413, "The body is too long."),
+        (500, "A bug, or an engine that has died."),
+        (501, "A feature that qinfer does not have."),
+        (503, "Not ready, full or shutting down: try again."),
+    )
 }
 
 

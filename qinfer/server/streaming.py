@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -34,6 +35,11 @@ def event(json: str) -> str:
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """(index of the source, item) as items arrive; the first failure, or closing this, closes all sources."""
+    if len(sources) == 1:  # the usual case, without a task for each item
+        async with aclosing(sources[0]) as source:
+            async for item in source:
+                yield 0, item
+        return
     waiting = {asyncio.ensure_future(anext(source)): index for index, source in enumerate(sources)}
     try:
         while waiting:
