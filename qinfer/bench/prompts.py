@@ -37,7 +37,7 @@ def _text_of(
 ) -> Prompt:
     wanted, ids = len(request.prompt), request.prompt
     for _ in range(_ROUNDS):
-        text = tokenizer.decode(ids)
+        text = tokenizer.decode(ids).replace("\x00", "")  # which is no text to many a server
         read = tokenizer.encode(text)
         if len(read) == wanted:
             break

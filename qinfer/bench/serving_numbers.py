@@ -6,8 +6,8 @@
     e2el   sending to the last output
 
 Of complete requests only. Attainment counts over requests sent: one that failed has missed. The steady state
-is the longest stretch in which at least 0.8 of the most requests at once were running: what a load does
-between its ramp and its tail; tokens count there by when they came.
+is the longest stretch in which at least 0.8 of the most requests at once were running, both on average over
+a twentieth of the load: what it does between its ramp and its tail. Tokens count there by when they came.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from qinfer.bench.sample import Sample
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 STEADY_SHARE = 0.8
+_SLICES, _SMOOTH = 100, 5  # of which a slice is averaged with those around it
 _DIGITS = re.compile(r"\d+")
 
 
@@ -106,31 +108,31 @@ def _peaks(done: Sequence[Sample]) -> tuple[float, int]:
 
 def steady_state(done: Sequence[Sample], share: float = STEADY_SHARE) -> dict[str, float] | None:
     """The longest stretch with at least `share` of the most requests at once; None where nothing ran."""
-    moments = sorted([(s.sent, 1) for s in done] + [(s.arrivals[-1], -1) for s in done])
-    if not moments:
+    if not done:
         return None
-    counts = np.cumsum([change for _, change in moments])
-    enough = share * counts.max()
-    best = (0.0, 0.0)
-    began: float | None = None
-    for (when, _), running in zip(moments, counts, strict=True):
-        if running >= enough and began is None:
-            began = when
-        elif running < enough and began is not None:
-            best = max(best, (began, when), key=lambda stretch: stretch[1] - stretch[0])
-            began = None
-    start, end = best
-    if end <= start:
-        return None
+    edges = np.linspace(min(s.sent for s in done), max(s.arrivals[-1] for s in done), _SLICES + 1)
+    busy = np.array([_busy(done, *slice_) for slice_ in pairwise(edges)])
+    around = np.ones(_SMOOTH)  # requests that end together leave a moment without any
+    busy = np.convolve(busy, around, "same") / np.convolve(np.ones(_SLICES), around, "same")
+    enough = busy >= share * busy.max() - 1e-9
+    first, length, run = 0, 0, 0
+    for i, steady in enumerate(enough):
+        run = run + 1 if steady else 0
+        if run > length:
+            first, length = i + 1 - run, run
+    start, end = float(edges[first]), float(edges[first + length])
     tokens = sum(_tokens_between(sample, start, end) for sample in done)
-    busy = sum(max(0.0, min(end, s.arrivals[-1]) - max(start, s.sent)) for s in done)
-    length = end - start
     return {
         "start": start,
         "end": end,
-        "output_throughput": tokens / length,
-        "avg_concurrency": busy / length,
+        "output_throughput": tokens / (end - start),
+        "avg_concurrency": _busy(done, start, end) / (end - start),
     }
+
+
+def _busy(done: Sequence[Sample], start: float, end: float) -> float:
+    """Seconds between the two that requests spent running, summed over requests."""
+    return sum(max(0.0, min(end, s.arrivals[-1]) - max(start, s.sent)) for s in done)
 
 
 def _tokens_between(sample: Sample, start: float, end: float) -> float:

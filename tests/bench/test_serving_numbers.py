@@ -73,8 +73,19 @@ def test_the_steady_state_leaves_out_ramp_and_tail():
     samples = [Sample(1, sent=float(i), arrivals=[20.0 + i / 10], output_len=10) for i in range(10)]
     lone = Sample(1, sent=20.9, arrivals=[30.0, 40.0], output_len=2)
     found = steady_state([*samples, lone])
-    # ten run from 9 to 20; eight are enough (0.8 of 10), which holds from 7 to 20.2
-    assert (found["start"], found["end"]) == pytest.approx((7.0, 20.2))
-    assert found["output_throughput"] == pytest.approx(3 * 10 / 13.2)
-    busy = sum(min(20.2, 20 + i / 10) - max(7.0, i) for i in range(10))
-    assert found["avg_concurrency"] == pytest.approx(busy / 13.2)
+    # ten run from 9 to 20; eight are enough, which run from 7 to 20.2; the slices are 0.4 seconds long
+    start, end = found["start"], found["end"]
+    assert start == pytest.approx(7.0, abs=0.81)
+    assert end == pytest.approx(20.2, abs=0.81)
+    ended = [i for i in range(10) if 20 + i / 10 <= end]
+    assert found["output_throughput"] == pytest.approx(10 * len(ended) / (end - start))
+    busy = sum(min(end, 20 + i / 10) - max(start, i) for i in range(10)) + max(0.0, end - 20.9)
+    assert found["avg_concurrency"] == pytest.approx(busy / (end - start))
+
+
+def test_waves_that_end_together_are_one_steady_state():
+    waves = [Sample(1, sent=t + 0.01, arrivals=[t + 0.99], output_len=5) for t in range(6) for _ in range(4)]
+    found = steady_state(waves)
+    assert (found["start"], found["end"]) == pytest.approx((0.01, 5.99))
+    assert found["avg_concurrency"] == pytest.approx(4 * 6 * 0.98 / 5.98)
+    assert found["output_throughput"] == pytest.approx(4 * 6 * 5 / 5.98)

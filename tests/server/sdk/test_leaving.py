@@ -21,7 +21,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def test_a_hundred_clients_leave_nothing_behind(url, llm):
+def test_three_hundred_clients_leave_nothing_behind(url, llm):
     def leave(i: int) -> str:
         path, body = REQUESTS[i % len(REQUESTS)]
         patience = 0.02 + 0.01 * (i % 9)
@@ -31,14 +31,14 @@ def test_a_hundred_clients_leave_nothing_behind(url, llm):
             return "left"
         return "answered"
 
-    with concurrent.futures.ThreadPoolExecutor(20) as pool:
-        ends = list(pool.map(leave, range(100)))
-    assert ends.count("left") > 20
-    end = time.monotonic() + 20
+    with concurrent.futures.ThreadPoolExecutor(50) as pool:
+        ends = list(pool.map(leave, range(300)))
+    assert ends.count("left") > 60
+    end = time.monotonic() + 120
     while llm.engine.has_unfinished() or llm.engine.stats().kv_usage:
         assert time.monotonic() < end, llm.engine.stats()
         time.sleep(0.05)
     assert llm.engine.stats().num_running == llm.engine.stats().num_waiting == 0
     body = {"prompt": "x", "max_tokens": 3}
-    answer = httpx.post(f"{url}/completions", json=body, headers={"authorization": "Bearer key"}, timeout=20)
+    answer = httpx.post(f"{url}/completions", json=body, headers={"authorization": "Bearer key"}, timeout=120)
     assert answer.status_code == 200

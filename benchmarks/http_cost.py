@@ -1,0 +1,136 @@
+"""What HTTP costs: the same prompts through `LLM.generate` and through a server, turn by turn.
+
+    python benchmarks/http_cost.py MODEL [--clients 64] [--prompts 128] [--input-len 64] [--output-len 64]
+                              [--rounds 5] [--out FILE] [-- OPTIONS of qinfer serve]
+
+Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
+with all prompts at once, then as many clients as said on the server, streaming, then the same without
+streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
+cache. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the rounds; rounds
+alternate, since the speed of a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qinfer import LLM, SamplingParams
+from qinfer.bench.dataset import Dataset
+from qinfer.bench.http_client import Address, request
+from qinfer.bench.prompts import Prompt, texts_of
+from qinfer.bench.report import machine_of
+from qinfer.bench.sample import Target
+from qinfer.bench.serving import Load, run
+
+COLUMNS = ("generate", "streams", "whole")
+
+
+@contextmanager
+def server(model: str, words: Sequence[str]) -> Iterator[str]:
+    """A `qinfer serve` process; its URL."""
+    command = [sys.executable, "-m", "qinfer", "serve", model, "--port", "0", "--json", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        lines: list[str] = []
+        while not lines or lines[-1].rstrip() != "}":
+            lines.append(process.stdout.readline())
+            assert lines[-1], "the server did not start"
+        try:
+            yield str(json.loads("".join(lines))["url"])
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def generated(llm: LLM, prompts: Sequence[Prompt]) -> float:
+    """Output tokens per second of LLM.generate."""
+    params = [SamplingParams(temperature=0, max_tokens=p.output_len, ignore_eos=True) for p in prompts]
+    began = time.perf_counter()
+    outputs = llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+
+
+def streamed(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], load: Load) -> float:
+    """Output tokens per second of streaming clients; every answer must be complete."""
+    target = Target(Address.of(url), "/v1/completions", False, {})
+    samples, seconds = asyncio.run(run(target, prompts, load, fields))
+    assert all(sample.ok for sample in samples), [sample.error for sample in samples if not sample.ok][:3]
+    return sum(sample.output_len for sample in samples) / seconds
+
+
+def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: int) -> float:
+    """Output tokens per second of clients that wait for the whole answer."""
+    address, limit = Address.of(url), asyncio.Semaphore(clients)
+
+    async def one(prompt: Prompt) -> int:
+        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **fields}
+        async with limit, request(address, "POST", "/v1/completions", json.dumps(body).encode()) as answer:
+            return int(json.loads(await answer.text())["usage"]["completion_tokens"])
+
+    async def everyone() -> int:
+        return sum(await asyncio.gather(*map(one, prompts)))
+
+    began = time.perf_counter()
+    tokens = asyncio.run(everyone())
+    return tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    """Measures and prints a table, then one JSON document."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path)
+    sizes = {"clients": 64, "prompts": 128, "input-len": 64, "output-len": 64, "rounds": 5}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("words", nargs="*", help="options of qinfer serve, after --")
+    asked = parser.parse_args()
+    dataset = Dataset(num_prompts=asked.prompts, input_len=asked.input_len, output_len=asked.output_len)
+    llm = LLM(asked.model, max_num_seqs=asked.clients, enable_prefix_caching=False, allow_ungated=True)
+    tokenizer = llm.get_tokenizer()
+    prompts = texts_of(dataset.draw(llm.config.vocab_size, tokenizer), tokenizer, 0)
+    load = Load(dataset, max_concurrency=asked.clients)
+    fields = {"temperature": 0, "ignore_eos": True}
+    words = ["--max-num-seqs", str(asked.clients), "--no-enable-prefix-caching", "--allow-ungated"]
+    rounds: list[tuple[float, float, float]] = []
+    with server(asked.model, [*words, *asked.words]) as url:
+        for number in range(asked.rounds + 1):  # the first warms up
+            found = (
+                generated(llm, prompts),
+                streamed(url, prompts, fields, load),
+                whole(url, prompts, fields, asked.clients),
+            )
+            rounds += [found] if number else []
+            told = zip(COLUMNS, found, strict=True)
+            print("  ".join(f"{name} {rate:8.1f}" for name, rate in told), flush=True)
+    ratios = {
+        name: statistics.median(row[i] / row[0] for row in rounds) for i, name in enumerate(COLUMNS) if i
+    }
+    setting = {name: value for name, value in vars(asked).items() if name != "out"}
+    machine = machine_of(llm).name
+    document = {"device": machine, "torch": torch.__version__, "date": date.today().isoformat(), **setting}
+    document |= {"columns": COLUMNS, "tokens_per_second": rounds, "median_ratio": ratios}
+    if asked.out:
+        asked.out.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
