@@ -26,7 +26,8 @@ class Generated:
     """How a free answer came out; rates of these are compared with the source's."""
 
     num_tokens: int  # generated, the end token included
-    finish: Literal["eos", "stop", "length"]  # the model's own end, a stop string of the task, or cut off
+    # the model's own end, a stop string of the task, cut off, or logits that are no numbers
+    finish: Literal["eos", "stop", "length", "error"]
     repetition: float  # share of its 4-grams of tokens that had occurred in it before, 0 to 1
 
 

@@ -15,9 +15,9 @@ choices, examples before the question) follow one another and find it in the pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -33,7 +33,6 @@ _NO_ANSWER = SamplingParams(
     temperature=0.0, max_tokens=1, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
 )
 _REPEATED = 4  # tokens in a row that count as said before
-_T = TypeVar("_T")
 
 
 class Loglik(NamedTuple):
@@ -146,7 +145,7 @@ class Scorer:
                 )
             own = params.clone()
             own.output_kind = RequestOutputKind.FINAL_ONLY
-            asked.append(_Asked(list(ids)[-room:], own))
+            asked.append(_Asked(list(ids)[-room:] or [self.prefix_id], own))
         return [self._said(output.outputs[0]) for output in self._run(asked, "generating")]
 
     def _said(self, output: CompletionOutput) -> Said:
@@ -163,15 +162,20 @@ class Scorer:
         waiting = iter(sorted(range(len(asked)), key=lambda i: asked[i].token_ids))
         running: dict[str, int] = {}
         found: dict[int, RequestOutput] = {}
-        with tqdm(total=len(asked), desc=what, unit="question", disable=not self._progress) as bar:
-            while len(found) < len(asked):
-                for i in _take(waiting, room - len(running)):
-                    one = asked[i]
-                    running[name := f"question {next(self._ids)}"] = i
-                    engine.add(name, one.token_ids, one.params, continuation=one.continuation)
-                for output in engine.step():
-                    found[running.pop(output.request_id)] = output
-                    bar.update()
+        try:
+            with tqdm(total=len(asked), desc=what, unit="question", disable=not self._progress) as bar:
+                while len(found) < len(asked):
+                    for i in islice(waiting, room - len(running)):
+                        one = asked[i]
+                        name = f"question {next(self._ids)}"
+                        engine.add(name, one.token_ids, one.params, continuation=one.continuation)
+                        running[name] = i
+                    for output in engine.step():
+                        found[running.pop(output.request_id)] = output
+                        bar.update()
+        finally:
+            for name in running:  # where something went wrong: the engine is idle again
+                engine.abort(name)
         return [found[i] for i in range(len(asked))]
 
 
@@ -179,8 +183,3 @@ def repetition(token_ids: Sequence[int]) -> float:
     """Share of the 4-grams of a text that had occurred in it before, 0 to 1; 0 for fewer than two of them."""
     grams = [tuple(token_ids[i : i + _REPEATED]) for i in range(len(token_ids) - _REPEATED + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
-def _take(items: Iterator[_T], at_most: int) -> Iterator[_T]:
-    for _, item in zip(range(at_most), items, strict=False):
-        yield item

@@ -139,3 +139,27 @@ def test_repetition_is_the_share_of_fourgrams_said_before() -> None:
     assert repetition([]) == repetition([1, 2, 3]) == repetition(range(50)) == 0
     assert repetition([1, 2, 3, 4, 1, 2, 3, 4]) == pytest.approx(1 / 5)
     assert repetition([7] * 13) == pytest.approx(9 / 10)
+
+
+def test_what_goes_wrong_leaves_the_engine_idle(make: Make) -> None:
+    scorer = make(script=[72, EOS])
+    greedy = SamplingParams(temperature=0.0, max_tokens=4)
+    with pytest.raises(UserError, match="token id 5000"):
+        scorer.generate([([65], greedy), ([5000], greedy)])
+    assert not scorer.engine.has_unfinished()
+    assert [one.text for one in scorer.generate([([65], greedy), ([], greedy)])] == ["H", "H"]
+
+
+def test_logits_that_are_no_numbers_are_told(make: Make) -> None:
+    scorer = make()
+    norm = scorer.engine.runner.decoder.norm  # type: ignore[attr-defined]
+    kept = norm.clone()
+    norm.fill_(float("nan"))
+    try:
+        (said,) = scorer.generate([([65], SamplingParams(temperature=0.0, max_tokens=4))])
+        (scored,) = scorer.logliks([([65], [66, 67])])
+    finally:
+        norm.copy_(kept)
+    assert said.generated.finish == "error"
+    assert scored.loglik != scored.loglik
+    assert not scored.is_greedy
