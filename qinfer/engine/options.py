@@ -57,9 +57,9 @@ class EngineOptions:
                 f"kv_cache_dtype must be one of {known}, not {self.kv_cache_dtype!r}", "kv_cache_dtype"
             )
         if self.scheduling_policy not in SCHEDULING_POLICIES:
+            allowed = " or ".join(SCHEDULING_POLICIES)
             raise UserError(
-                f"scheduling_policy must be {' or '.join(SCHEDULING_POLICIES)}, not {self.scheduling_policy!r}",
-                "scheduling_policy",
+                f"scheduling_policy must be {allowed}, not {self.scheduling_policy!r}", "scheduling_policy"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise UserError(
