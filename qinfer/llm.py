@@ -27,6 +27,7 @@ from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.config import ModelConfig
 from qinfer.engine.admission import check_text
 from qinfer.engine.budget import require_weights_fit
+from qinfer.engine.continuation import Continuation
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.pooling import Pooling
@@ -38,7 +39,7 @@ from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams
 from qinfer.model.decoder import load_decoder
 from qinfer.model.head import check_lm_head_dtype
-from qinfer.outputs import EmbeddingRequestOutput, RequestOutput
+from qinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from qinfer.progress import Progress, ProgressBar
 from qinfer.quant import Dense, Scheme
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -106,7 +107,7 @@ class LLM:
         weights = Weights(load_format, scheme, group_size, symmetric, seed)
         checkpoint = open_model(model, weights, revision=revision, token=hf_token)
         self.path = checkpoint.path
-        self._default_params = default_params(self.path, generation_config, override_generation_config or {})
+        self._recommended = (generation_config, override_generation_config or {})
         self.served_model_names = _served_names(
             str(model) if served_model_name is None else served_model_name
         )
@@ -249,6 +250,26 @@ class LLM:
         )
         return llm_tasks.embed(self, _prompt_list(prompts), use_tqdm)
 
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        /,
+        *,
+        use_tqdm: Progress = True,
+        pooling_params: None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How likely each of `data_2` is after its one of `data_1`, or after the only one, in nats.
+
+        Both are texts or lists of ids. Raises UserError where there are not as many of one as of the other.
+        """
+        refuse(pooling_params=pooling_params, lora_request=lora_request, chat_template=chat_template)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        return llm_tasks.score(self, _prompt_list(data_1), _prompt_list(data_2), use_tqdm)
+
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -271,9 +292,11 @@ class LLM:
         *,
         pooling: Pooling | None = None,
         priority: Sequence[int] | None = None,
+        continuations: Sequence[Continuation] | None = None,
     ) -> list[RequestOutput]:
-        """Runs prompts to their end, pooled or continued; what all methods above come to."""
-        return self._run(self._add(prompts, params, pooling, priority), use_tqdm)
+        """Runs prompts to their end, pooled, scored or continued; what all methods above come to."""
+        ids = self._add(prompts, params, pooling=pooling, priority=priority, continuations=continuations)
+        return self._run(ids, use_tqdm)
 
     def enqueue(
         self,
@@ -302,8 +325,11 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends, over the defaults of SamplingParams."""
-        return self._default_params.clone()
+        """What the model's generation_config.json recommends, over the defaults of SamplingParams.
+
+        Raises UserError for values that cannot be.
+        """
+        return default_params(self.path, *self._recommended)
 
     def get_metrics(self) -> dict[str, float]:
         """The engine's counters and gauges by name."""
@@ -317,8 +343,10 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         sampling_params: Params,
+        *,
         pooling: Pooling | None = None,
         priority: Sequence[int] | None = None,
+        continuations: Sequence[Continuation] | None = None,
     ) -> list[str]:
         params = self._params_list(sampling_params, len(prompts))
         ranks = [0] * len(prompts) if priority is None else priority
@@ -326,12 +354,20 @@ class LLM:
             raise UserError(f"{len(prompts)} prompts but {len(ranks)} priorities: give one each", "priority")
         ids: list[str] = []
         try:
-            for prompt, own, rank in zip(prompts, params, ranks, strict=True):
+            for i, (prompt, own, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
                 text, token_ids = self._encode(prompt)
                 final = own.clone()
                 final.output_kind = RequestOutputKind.FINAL_ONLY
                 request_id = str(next(self._ids))
-                self.engine.add(request_id, token_ids, final, prompt=text, priority=rank, pooling=pooling)
+                self.engine.add(
+                    request_id,
+                    token_ids,
+                    final,
+                    prompt=text,
+                    priority=rank,
+                    pooling=pooling,
+                    continuation=continuations[i] if continuations else None,
+                )
                 ids.append(request_id)
                 self._widths[request_id] = own.n
         except BaseException:

@@ -34,7 +34,7 @@ _ABSENT: dict[str, Any] = {
 }
 ABSENT_METHODS = frozenset(
     {
-        *("encode", "score", "classify", "sleep", "wake_up", "start_profile"),
+        *("encode", "classify", "sleep", "wake_up", "start_profile"),
         *("stop_profile", "collective_rpc", "apply_model", "from_engine_args", "reward"),
     }
 )

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 from qinfer.beam_search import Beam, BeamSearch
 from qinfer.detokenizer import Detokenizer
+from qinfer.engine.continuation import Continuation
 from qinfer.engine.pooling import pooling_of
 from qinfer.errors import UserError
-from qinfer.outputs import EmbeddingOutput, EmbeddingRequestOutput, SampleLogprobs
+from qinfer.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    SampleLogprobs,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from qinfer.param_checks import check_real, check_whole
 from qinfer.progress import Progress
 from qinfer.sampling_params import MAX_COUNT, SamplingParams
@@ -73,6 +80,45 @@ def embed(llm: LLM, prompts: Sequence[Any], use_tqdm: Progress) -> list[Embeddin
         vector = EmbeddingOutput(output.embedding)
         found.append(EmbeddingRequestOutput(output.request_id, vector, output.prompt_token_ids))
     return found
+
+
+def score(
+    llm: LLM, firsts: Sequence[Any], seconds: Sequence[Any], use_tqdm: Progress
+) -> list[ScoringRequestOutput]:
+    """Log-probabilities of the second texts, each after its first one or after the only one."""
+    if len(firsts) == 1:
+        firsts = list(firsts) * len(seconds)
+    if len(firsts) != len(seconds):
+        raise UserError(
+            f"{len(firsts)} of data_1 and {len(seconds)} of data_2: give one of the first, or as many",
+            "data_2",
+        )
+    pairs = [_pair(llm, first, second) for first, second in zip(firsts, seconds, strict=True)]
+    continuations = [Continuation(said) for _, said in pairs]
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    prompts = [[*before, *said[:-1]] for before, said in pairs]
+    outputs = llm.run(prompts, params, use_tqdm, continuations=continuations)
+    return [
+        ScoringRequestOutput(output.request_id, ScoringOutput(sum(one.logprobs)), [*before, *said])
+        for output, one, (before, said) in zip(outputs, continuations, pairs, strict=True)
+    ]
+
+
+def _pair(llm: LLM, first: Any, second: Any) -> tuple[list[int], list[int]]:
+    """Tokens of the first, and of the second after it; a token that spans both is the second's."""
+    if isinstance(first, str) and isinstance(second, str):
+        encode = llm.get_tokenizer().encode
+        alone, whole = encode(first), encode(first + second)
+        same = next((i for i, (a, b) in enumerate(zip(alone, whole, strict=False)) if a != b), len(alone))
+        before, said = whole[:same], whole[same:]
+    elif isinstance(first, str) or isinstance(second, str):
+        raise UserError("data_1 and data_2 must both be texts, or both lists of token ids", "data_2")
+    else:
+        before, said = list(first), list(second)
+    for name, ids in (("data_1", before), ("data_2", said)):
+        if not ids:
+            raise UserError(f"{name} is empty: each needs at least one token", name)
+    return before, said
 
 
 def beam_search(

@@ -117,3 +117,20 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     prompt_token_ids: list[int]
     finished: bool = True
+
+
+@dataclass
+class ScoringOutput:
+    """How likely a text is after another: the sum of its tokens' log-probabilities, in nats."""
+
+    score: float
+
+
+@dataclass
+class ScoringRequestOutput:
+    """A pair's score, with the tokens of both."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    finished: bool = True

@@ -28,6 +28,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 MIN_TEMPERATURE = 1e-2  # others are raised to this: smaller ones overflow in half precision
 MAX_N = 16384
 MAX_COUNT = 2**31 - 1  # token counts and ids; larger ones are mistakes, not wishes
+MAX_NAMED_LOGPROBS = 128
 MAX_SEED = 2**63 - 1
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None  # -1: the whole vocabulary
     prompt_logprobs: int | None = None
-    logprob_token_ids: Sequence[int] | None = None
+    logprob_token_ids: Sequence[int] | None = None  # told at every position, beside the likeliest
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -113,7 +114,7 @@ class SamplingParams:
 
     def _refuse_absent(self) -> None:
         absent = (
-            *("logprob_token_ids", "extra_args", "repetition_detection"),
+            *("extra_args", "repetition_detection"),
             *("truncate_prompt_tokens", "logits_processors"),
         )
         for name in absent:
@@ -130,6 +131,10 @@ class SamplingParams:
             self.allowed_token_ids = list(
                 dict.fromkeys(as_list(self.allowed_token_ids, "allowed_token_ids", int))
             )
+        if self.logprob_token_ids is not None:
+            asked = as_list(self.logprob_token_ids, "logprob_token_ids", int)
+            self.logprob_token_ids = list(dict.fromkeys(asked))
+            self.logprobs = self.logprobs or 0
         if self.seed == -1:
             self.seed = None
         if self.top_k == -1:
@@ -169,7 +174,9 @@ class SamplingParams:
                 check_text(name, text)
         if self.stop and not self.detokenize:
             raise UserError("stop strings need text: set detokenize=True or use stop_token_ids", "stop")
-        for name in ("stop_token_ids", "allowed_token_ids"):
+        if len(self.logprob_token_ids or ()) > MAX_NAMED_LOGPROBS:
+            raise UserError(f"logprob_token_ids has more than {MAX_NAMED_LOGPROBS} ids", "logprob_token_ids")
+        for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
             for token in getattr(self, name) or ():
                 check_whole(name, token, 0, MAX_COUNT)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

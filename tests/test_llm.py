@@ -167,7 +167,7 @@ def test_absent_features_are_named(name: str, value: Any, folder: Path) -> None:
         LLM(str(folder), **{name: value})
 
 
-@pytest.mark.parametrize("method", ["score", "encode", "classify", "sleep", "reward"])
+@pytest.mark.parametrize("method", ["encode", "classify", "sleep", "reward"])
 def test_absent_methods_are_named(method: str, llm: LLM) -> None:
     with pytest.raises(NotImplementedError, match=method):
         getattr(llm, method)(["a"])

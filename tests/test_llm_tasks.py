@@ -70,3 +70,34 @@ def test_what_is_not_there_says_so(llm: LLM) -> None:
         BeamSearchParams(2, 2, allowed_token_ids=[5])  # type: ignore[arg-type]
     with pytest.raises(NotImplementedError, match="pooling_params"):
         llm.embed("x", pooling_params=1)  # type: ignore[arg-type]
+
+
+def test_scores_are_sums_of_log_probabilities(llm: LLM, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def expected(before: list[int], said: list[int]) -> float:
+        with torch.no_grad():
+            rows = model(torch.tensor([before + said])).logits[0].double().log_softmax(-1)
+        return sum(float(rows[len(before) - 1 + i, token]) for i, token in enumerate(said))
+
+    encode = llm.get_tokenizer().encode
+    outputs = llm.score("The cat", [" sat", " flew away"], use_tqdm=False)
+    for output, text in zip(outputs, (" sat", " flew away"), strict=True):
+        before, whole = encode("The cat"), encode("The cat" + text)
+        assert output.outputs.score == pytest.approx(expected(before, whole[len(before) :]), abs=1e-4)
+        assert output.prompt_token_ids == whole
+    pairs = llm.score([[65], [66, 67]], [[70], [71, 72]], use_tqdm=False)
+    assert pairs[0].outputs.score == pytest.approx(expected([65], [70]), abs=1e-4)
+    assert pairs[1].outputs.score == pytest.approx(expected([66, 67], [71, 72]), abs=1e-4)
+
+
+def test_pairs_that_are_none_are_refused(llm: LLM) -> None:
+    for first, second, message in (
+        (["a", "b"], ["c"], "2 of data_1 and 1 of data_2"),
+        ("a", "", "data_2 is empty"),
+        ("a", [[65]], "both be texts"),
+    ):
+        with pytest.raises(UserError, match=message):
+            llm.score(first, second, use_tqdm=False)
+    with pytest.raises(NotImplementedError, match="chat_template"):
+        llm.score("a", "b", chat_template="x")  # type: ignore[arg-type]

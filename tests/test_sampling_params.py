@@ -48,6 +48,8 @@ from qinfer.sampling_params import SamplingParams
         ("logit_bias", {"a": 1.0}),
         ("logit_bias", {1: math.nan}),
         ("stream_interval", 0),
+        ("logprob_token_ids", [-1]),
+        ("logprob_token_ids", list(range(129))),
     ],
 )
 def test_p01_p03_p15_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -101,7 +103,7 @@ def test_stop_strings_need_text() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("logprob_token_ids", "extra_args", "repetition_detection"),
+        *("extra_args", "repetition_detection"),
         *("truncate_prompt_tokens", "logits_processors"),
     ],
 )

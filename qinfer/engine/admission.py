@@ -81,7 +81,7 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, *, 
                 f"{max_logprobs}: ask for fewer or raise the engine's max_logprobs",
                 name,
             )
-    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias"):
         _check_ids(getattr(params, name) or (), vocab_size, name)
     if not has_tokenizer:
         for name in ("stop", "bad_words"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from collections.abc import Sequence as AnySequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -132,6 +133,21 @@ def _sample_logprobs(
     for count, rows in by_count.items():
         where = torch.tensor(rows, device=logits.device)
         found |= zip(rows, describe(logits[where], ids[where], count, spell), strict=True)
+    for i, seq in enumerate(sequences):
+        if named := seq.request.params.logprob_token_ids:
+            others = _of_tokens(logits[i], named, spell)
+            found[i] |= {token: others[token] for token in named if token not in found[i]}
+    return found
+
+
+def _of_tokens(row: Tensor, ids: AnySequence[int], spell: Spell | None) -> dict[int, Logprob]:
+    """Log-probabilities of these tokens under one row of logits [V]."""
+    found: dict[int, Logprob] = {}
+    count = slice_rows(len(row))
+    for start in range(0, len(ids), count):
+        some = torch.tensor(ids[start : start + count], device=row.device)
+        for entry in describe(row.repeat(len(some), 1), some, 0, spell):
+            found |= entry
     return found
 
 

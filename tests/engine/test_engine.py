@@ -410,6 +410,7 @@ def test_p10_prompt_ids_out_of_range_are_refused(ids: list[int], make_engine: Ma
         ("stop_token_ids", [384]),
         ("allowed_token_ids", [384]),
         ("logit_bias", {384: 1.0}),
+        ("logprob_token_ids", [384]),
         ("logprobs", 21),
         ("logprobs", -1),
         ("prompt_logprobs", 10**6),

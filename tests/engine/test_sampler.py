@@ -215,3 +215,20 @@ def test_bad_words_never_appear(make_engine: Callable[..., Engine], generate: Ge
     params.bad_words = [word]
     barred = generate(make_engine(), [[70, 71, 72]], params)["0"].outputs[0]
     assert make_engine()._tokenizer.encode(word)[0] not in barred.token_ids
+
+
+def test_named_tokens_are_told_beside_the_likeliest() -> None:
+    logits = torch.randn(2, 40)
+    plain, named = make(0, logprobs=2), make(1, logprobs=1, logprob_token_ids=[7, 39, 7])
+    expected = logits.double().log_softmax(1)[1]
+    first, second = (result.logprobs or {} for result in choose(logits, plain, named))
+    assert len(first) in (2, 3)
+    chosen, best = next(iter(second)), int(expected.argmax())
+    assert set(second) == {chosen, best, 7, 39}
+    for token, entry in second.items():
+        assert entry.logprob == pytest.approx(float(expected[token]), abs=1e-5)
+        assert entry.rank == int((expected > expected[token]).sum()) + 1
+    alone = make(1, logprob_token_ids=[7, 39])
+    assert alone.request.params.logprobs == 0
+    found = choose(logits[1:], alone)[0].logprobs or {}
+    assert set(found) == {next(iter(found)), 7, 39}
