@@ -149,8 +149,16 @@ class _State:
         self.seconds += clock() - start
 
     def look(self, confidence: float) -> None:
+        """With fewer units than can be judged only what is no number is: an interval of two is a guess."""
         self.confidence = confidence
-        self.measures = tuple(m._replace(confidence=confidence) for m in self.stream.measures(confidence))
+        enough = self.done >= self.stream.least
+        self.measures = tuple(
+            measure._replace(
+                confidence=confidence,
+                limit=measure.limit if enough or not math.isfinite(measure.interval.value) else None,
+            )
+            for measure in self.stream.measures(confidence)
+        )
 
     def spent(self) -> Spent:
         """For the record."""

@@ -150,7 +150,9 @@ def decide(
     `unsettled` says of evidence that was asked for what is missing to judge it; with any there is no PASS.
     """
     if num_tokens == 0 or not any(measure.verdict for measure in measures):
-        return Verdict.UNDECIDED, ["nothing was measured: no token of text was scored"]
+        little = "too little was measured to judge any of it"
+        nothing = "nothing was measured: no token of text was scored"
+        return Verdict.UNDECIDED, [little if num_tokens else nothing, *unsettled]
     by_verdict = {v: [m.to_text() for m in measures if m.verdict == v] for v in Verdict}
     if by_verdict[Verdict.FAIL]:
         return Verdict.FAIL, by_verdict[Verdict.FAIL]
