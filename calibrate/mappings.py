@@ -63,7 +63,10 @@ class ScaleMapping(NamedTuple):
 
 
 def scale_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
-    """The four mappings of a layer, in the order in which the layer runs: qkv, o, gate_up, down."""
+    """The four mappings of a layer, in the order in which the layer runs: qkv, o, gate_up, down.
+
+    With experts the norm before them, which they and the router share, stays; up -> down is each one's own.
+    """
     groups = {group.name: group.modules for group in layer_groups(config)}
     mlp_norm = "pre_feedforward_layernorm" if config.sandwich_norms else "post_attention_layernorm"
     keys = config.num_kv_heads * config.head_dim
@@ -71,8 +74,8 @@ def scale_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
     inner = config.intermediate_size
     heads = SharedHeads(config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
     fused = config.fused_projections
-    value, up = groups["qkv"][-1], groups["gate_up"][-1]
-    return (
+    value = groups["qkv"][-1]
+    attention = (
         ScaleMapping("norm->qkv", "qkv", groups["qkv"], "input_layernorm", True),
         ScaleMapping(
             "v->o",
@@ -83,6 +86,16 @@ def scale_mappings(config: ModelConfig) -> tuple[ScaleMapping, ...]:
             (value_start, value_start + keys) if fused else None,
             heads,
         ),
+    )
+    if config.num_experts:
+        own = [
+            ScaleMapping(f"up->down.{i}", f"down.{i}", groups[f"down.{i}"], groups[f"gate_up.{i}"][-1], False)
+            for i in range(config.num_experts)
+        ]
+        return (*attention, *own)
+    up = groups["gate_up"][-1]
+    return (
+        *attention,
         ScaleMapping("norm->gate_up", "gate_up", groups["gate_up"], mlp_norm, True),
         ScaleMapping("up->down", "down", groups["down"], up, False, (inner, 2 * inner) if fused else None),
     )

@@ -11,7 +11,7 @@ This is `Layer.__call__` in slow motion, and a test holds the two against each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from qinfer import ops
 from qinfer.calibrate.block import Batch
 from qinfer.model.decoder import Layer
+from qinfer.model.experts import Experts
 from qinfer.model.linear import Linear
 from qinfer.model.parts import Attend
 
@@ -59,27 +60,59 @@ def walk(
             out, batch.hidden, layer.mlp_norm, eps, offset=offset, multiplier=multiplier
         )
         streams.append(stream)
-    yield "gate_up", inputs
-    inputs = [mlp.activate(mlp.gate_up(x)) for x in inputs]
-    yield "down", inputs
-    for x, batch, stream in zip(inputs, batches, streams, strict=True):
-        out = _normed(layer, layer.mlp_out_norm, mlp.down, x)
+    if isinstance(mlp, Experts):
+        outs = yield from _through_experts(mlp, inputs)
+    else:
+        yield "gate_up", inputs
+        inputs = [mlp.activate(mlp.gate_up(x)) for x in inputs]
+        yield "down", inputs
+        outs = [_normed(layer, layer.mlp_out_norm, mlp.down, x) for x in inputs]
+    for out, batch, stream in zip(outs, batches, streams, strict=True):
         batch.hidden = torch.add(stream, out, alpha=multiplier)
+
+
+def _through_experts(
+    experts: Experts, inputs: list[Tensor]
+) -> Generator[tuple[str, list[Tensor]], None, list[Tensor]]:
+    """Each expert's two groups, on all tokens, whoever chose it: none is calibrated on a handful."""
+    weights = [experts.route(x) for x in inputs]
+    outs = [torch.zeros_like(x) for x in inputs]
+    for i, expert in enumerate(experts.experts):
+        yield f"gate_up.{i}", inputs
+        inner = [expert.activate(expert.gate_up(x)) for x in inputs]
+        yield f"down.{i}", inner
+        for out, x, weight in zip(outs, inner, weights, strict=True):
+            y = ops.scaled(expert.down.summand(x)) * weight[:, i, None]
+            out += y.to(out.dtype)
+    return outs
+
+
+def starved(experts: Experts, inputs: list[Tensor]) -> list[int]:
+    """Experts that the router chose for none of these tokens."""
+    chosen = torch.stack([(experts.route(x) > 0).sum(0) for x in inputs]).sum(0)
+    return (chosen == 0).nonzero().flatten().tolist()
 
 
 def set_linear(layer: Layer, group: str, linear: Linear) -> None:
     """Puts the linear of a group into the layer."""
-    if group in ("qkv", "o"):
-        setattr(layer.attention, group, linear)
-    else:
-        setattr(layer.mlp, group, linear)
+    setattr(*_place(layer, group), linear)
 
 
 def get_linear(layer: Layer, group: str) -> Linear:
     """The linear of a group."""
-    linear = getattr(layer.attention if group in ("qkv", "o") else layer.mlp, group)
+    linear = getattr(*_place(layer, group))
     assert isinstance(linear, Linear)
     return linear
+
+
+def _place(layer: Layer, group: str) -> tuple[object, str]:
+    """What holds a group's linear, and as what: of "down.3" it is the fourth expert."""
+    name, _, expert = group.partition(".")
+    if name in ("qkv", "o"):
+        return layer.attention, name
+    if isinstance(layer.mlp, Experts):
+        return layer.mlp.experts[int(expert)], name
+    return layer.mlp, name
 
 
 def _normed(layer: Layer, norm: Tensor | None, linear: Linear, x: Tensor) -> Tensor:

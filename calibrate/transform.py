@@ -53,7 +53,7 @@ class Workbench:
     def outputs(self, group: str, inputs: list[Tensor], linear: Linear | None = None) -> list[Tensor]:
         """Outputs of the group's module for inputs of its linears; `linear` stands in for the group's own."""
         linear = linear or get_linear(self.layer, group)
-        if group in ("o", "down"):
+        if group == "o" or group.startswith("down"):
             return [linear(x) for x in inputs]
         if group == "gate_up":
             mlp = copy.copy(self.layer.mlp)

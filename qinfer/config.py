@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qinfer.errors import CheckpointError, UnsupportedModelError
-from qinfer.families import DEFAULTS, FAMILIES, OUTER_FIELDS, SUPPORTED_ARCHITECTURES, Family
+from qinfer.families import (
+    DEFAULTS,
+    FAMILIES,
+    OUTER_FIELDS,
+    SUPPORTED_ARCHITECTURES,
+    Experts,
+    Family,
+)
 from qinfer.rope_config import RopeConfig, positive_int, read_ropes
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "RopeConfig"]
@@ -47,6 +54,10 @@ class ModelConfig:
     norm_offset: float = 0.0  # 1.0: the norm multiplies by (1 + w) (Gemma)
     sandwich_norms: bool = False  # Gemma 2/3: norms after attention and around the MLP
     fused_projections: bool = False  # Phi-3: qkv_proj and gate_up_proj in the file
+    num_experts: int = 0  # of every layer; intermediate_size is then that of each
+    experts_per_token: int = 0
+    renormalize_experts: bool = True  # the weights of a token's experts are scaled to a sum of 1
+    expert_names: Experts | None = None
     attention_scale: float = 0.0  # multiplies q.k; from_dict fills it in
     attention_softcap: float | None = None
     logits_softcap: float | None = None
@@ -83,8 +94,9 @@ class ModelConfig:
             outer = {key: raw[key] for key in OUTER_FIELDS if raw.get(key) is not None}
             raw = {**outer, **raw["text_config"]}
         raw = {**DEFAULTS, **family.defaults, **raw}
-        _refuse_unsupported(architecture, raw)
+        _refuse_unsupported(architecture, family, raw)
 
+        names = family.experts
         num_layers = positive_int(raw, "num_hidden_layers")
         num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
@@ -104,7 +116,7 @@ class ModelConfig:
             model_type=str(raw.get("model_type", "")),
             vocab_size=positive_int(raw, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=positive_int(raw, "intermediate_size"),
+            intermediate_size=positive_int(raw, names.size if names else "intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
@@ -125,6 +137,10 @@ class ModelConfig:
             norm_offset=1.0 if family.gemma else 0.0,
             sandwich_norms=family.gemma,
             fused_projections=family.fused_projections,
+            num_experts=positive_int(raw, names.count) if names else 0,
+            experts_per_token=positive_int(raw, "num_experts_per_tok") if names else 0,
+            renormalize_experts=bool(raw[names.renormalize]) if names and names.renormalize else True,
+            expert_names=names,
             attention_scale=_attention_scale(raw, head_dim),
             attention_softcap=raw.get("attn_logit_softcapping") if family.attention_softcap else None,
             logits_softcap=raw.get("final_logit_softcapping") if family.gemma else None,
@@ -149,11 +165,18 @@ def _architecture(raw: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
+def _refuse_unsupported(architecture: str, family: Family, raw: Mapping[str, Any]) -> None:
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModelError(
             f"this {architecture} attends in both directions (use_bidirectional_attention); "
             "qinfer runs causal decoders only"
+        )
+
+    sparse = family.experts is not None
+    if sparse and (raw.get("mlp_only_layers") or raw.get("decoder_sparse_step", 1) != 1):
+        raise UnsupportedModelError(
+            f"this {architecture} has layers without experts (mlp_only_layers, decoder_sparse_step); qinfer "
+            "runs those alone that have them in every layer"
         )
 
 

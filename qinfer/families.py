@@ -12,6 +12,17 @@ from typing import Any, Literal
 
 
 @dataclass(frozen=True)
+class Experts:
+    """How the experts of a mixture (Shazeer et al. 2017) are called, in config.json and in the file."""
+
+    count: str  # the key of config.json that says how many there are
+    size: str  # and the one that says how wide each is
+    block: str  # where they lie in a layer, beside their router `gate`
+    linears: tuple[str, str, str]  # gate, up and down of each
+    renormalize: str | None = None  # the key that says whether chosen weights are scaled to 1; None: they are
+
+
+@dataclass(frozen=True)
 class Family:
     """What the architecture's name alone decides, and the defaults of its config.json."""
 
@@ -25,6 +36,7 @@ class Family:
     gemma: bool = False
     attention_softcap: bool = False
     fused_projections: bool = False
+    experts: Experts | None = None
     tensor_prefix: str = "model."
 
 
@@ -130,6 +142,41 @@ FAMILIES: dict[str, Family] = {
         },
         windows="all",
         fused_projections=True,
+    ),
+    "MixtralForCausalLM": Family(
+        {
+            **_LLAMA_IDS,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "default_theta": 1_000_000.0,
+        },
+        windows="all",
+        experts=Experts("num_local_experts", "intermediate_size", "block_sparse_moe", ("w1", "w3", "w2")),
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        {
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+        },
+        windows="all",
+        reads_attention_bias=True,
+        qk_norm=True,
+        experts=Experts(
+            "num_experts",
+            "moe_intermediate_size",
+            "mlp",
+            ("gate_proj", "up_proj", "down_proj"),
+            "norm_topk_prob",
+        ),
     ),
     "GraniteForCausalLM": Family(
         {**_LLAMA_IDS, "max_position_embeddings": 2048, "attention_multiplier": 1.0},

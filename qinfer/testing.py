@@ -115,6 +115,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+# with experts, four of them and two for a token
+_MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    },
+}
+MIXTURES: tuple[str, ...] = tuple(_MIXTURES)
 
 CHATML = (
     "{% for message in messages %}"
@@ -126,8 +145,8 @@ _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 
 
 def tiny_config(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json of one of FAMILIES: 2 layers, hidden 64, vocabulary 384; `changes` replace fields."""
-    return {**_COMMON, **_FAMILIES[family], "dtype": "float32", **changes}
+    """A config.json of a family or mixture: 2 layers, hidden 64, vocabulary 384; `changes` replace fields."""
+    return {**_COMMON, **(_FAMILIES | _MIXTURES)[family], "dtype": "float32", **changes}
 
 
 def tiny_model(

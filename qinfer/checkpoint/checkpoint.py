@@ -113,8 +113,8 @@ class Checkpoint:
         stored = self.quantization.stored.get(module)
         if stored is not None:
             return stored.specs()
-        relative = ".".join(module.split(".")[-2:])
-        return self.scheme(module).specs(*names.linear_shape(self.config, relative))
+        shape = names.linear_shape(self.config, names.relative_name(self.config, module))
+        return self.scheme(module).specs(*shape)
 
     @property
     def num_bytes(self) -> int:

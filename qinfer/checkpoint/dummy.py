@@ -69,7 +69,7 @@ class DummyCheckpoint(Checkpoint):
     def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
         """A linear's file tensors by suffix."""
         scheme = self.scheme(module)
-        rows, columns = names.linear_shape(self.config, ".".join(module.split(".")[-2:]))
+        rows, columns = names.linear_shape(self.config, names.relative_name(self.config, module))
         generator = self._generator(module, device)
         height = max(1, PANEL // columns)
         panels = []

@@ -12,6 +12,7 @@ belongs to the group, not to the linear. A *module* is the path of a linear insi
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from qinfer.config import ModelConfig
@@ -40,11 +41,36 @@ _FUSED = (
 )
 
 
+@lru_cache(16)
 def layer_groups(config: ModelConfig) -> tuple[LinearGroup, ...]:
-    """The four groups of a layer in the order in which they run: qkv, o, gate_up, down."""
-    return _FUSED if config.fused_projections else _SEPARATE
+    """The groups of a layer in the order in which they run: qkv, o, gate_up, down.
+
+    With experts the last two are each expert's own: gate_up.0, down.0, gate_up.1, ...
+    """
+    groups = _FUSED if config.fused_projections else _SEPARATE
+    if config.expert_names is None:
+        return groups
+    gate, up, down = config.expert_names.linears
+    experts = []
+    for i in range(config.num_experts):
+        prefix = f"{config.expert_names.block}.experts.{i}."
+        experts.append(LinearGroup(f"gate_up.{i}", (prefix + gate, prefix + up)))
+        experts.append(LinearGroup(f"down.{i}", (prefix + down,)))
+    return (*groups[:2], *experts)
 
 
+def router(config: ModelConfig) -> str:
+    """Relative name of the linear that chooses a token's experts; it is never quantized."""
+    assert config.expert_names is not None
+    return f"{config.expert_names.block}.gate"
+
+
+def relative_name(config: ModelConfig, module: str) -> str:
+    """A linear's name within its layer: 'self_attn.q_proj' of 'model.layers.3.self_attn.q_proj'."""
+    return module.removeprefix(f"{config.tensor_prefix}layers.").partition(".")[2]
+
+
+@lru_cache(16)
 def layer_modules(config: ModelConfig) -> tuple[str, ...]:
     """Relative names of a layer's linears, group by group."""
     return tuple(module for group in layer_groups(config) for module in group.modules)
@@ -66,6 +92,8 @@ def linear_shape(config: ModelConfig, module: str) -> tuple[int, int]:
     """(out_features, in_features) of a relative module name; KeyError for a name that no layer has."""
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if config.expert_names is not None and ".experts." in module:
+        return (hidden, inner) if module.endswith(f".{config.expert_names.linears[2]}") else (inner, hidden)
     return {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
@@ -81,7 +109,7 @@ def linear_shape(config: ModelConfig, module: str) -> tuple[int, int]:
 
 def module_has_bias(config: ModelConfig, module: str) -> bool:
     """Whether the file holds `<module>.bias` for a relative module name."""
-    if module.startswith("mlp."):
+    if not module.startswith("self_attn."):
         return config.mlp_bias
     return config.o_bias if module == "self_attn.o_proj" else config.qkv_bias
 
@@ -105,6 +133,8 @@ def layer_tensors(config: ModelConfig, i: int) -> dict[str, Shape]:
         if module_has_bias(config, module):
             tensors[f"{module}.bias"] = linear_shape(config, module)[:1]
     tensors |= layer_norms(config)
+    if config.expert_names is not None:
+        tensors[f"{router(config)}.weight"] = (config.num_experts, config.hidden_size)
     return {layer_prefix(config, i) + name: shape for name, shape in tensors.items()}
 
 

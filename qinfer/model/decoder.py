@@ -27,9 +27,11 @@ from qinfer.checkpoint.names import (
     layer_modules,
     layer_prefix,
     layer_tensors,
+    router,
 )
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
+from qinfer.model.experts import Experts
 from qinfer.model.head import make_head
 from qinfer.model.linear import FileTensors, Linear
 from qinfer.model.parts import Attend, Attention, Mlp, Tap
@@ -43,7 +45,7 @@ class Layer:
     """Attention and MLP around the residual stream; `build` makes one from tensors as they lie in a file."""
 
     def __init__(
-        self, config: ModelConfig, attention: Attention, mlp: Mlp, norms: Mapping[str, Tensor]
+        self, config: ModelConfig, attention: Attention, mlp: Mlp | Experts, norms: Mapping[str, Tensor]
     ) -> None:
         self.config = config
         self.attention = attention
@@ -88,7 +90,12 @@ class Layer:
             for group in layer_groups(config)
         }
         attention = Attention(config, index, groups["qkv"], groups["o"], others)
-        return cls(config, attention, Mlp(config, groups["gate_up"], groups["down"]), others)
+        if not config.num_experts:
+            return cls(config, attention, Mlp(config, groups["gate_up"], groups["down"]), others)
+        experts = [
+            Mlp(config, groups[f"gate_up.{i}"], groups[f"down.{i}"]) for i in range(config.num_experts)
+        ]
+        return cls(config, attention, Experts(config, others[f"{router(config)}.weight"], experts), others)
 
     def __call__(self, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None) -> Tensor:
         """The residual stream before the layer -> after it, [T, H]."""
@@ -107,7 +114,7 @@ class Layer:
         config = self.config
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         qkv_codes = self.attention.qkv.codes if tap is None else None
-        mlp_codes = self.mlp.gate_up.codes if tap is None else None
+        mlp_codes = self.mlp.codes if tap is None else None
         wide, mlp_wide = self._wide_norms
         if x is None:
             normed = ops.rms_norm_to(qkv_codes, hidden, self.input_norm, eps, offset=offset, wide=wide)

@@ -88,6 +88,7 @@ class Mlp:
     def __init__(self, config: ModelConfig, gate_up: Linear, down: Linear) -> None:
         self.gate_up = gate_up
         self.down = down
+        self.codes = gate_up.codes
         self.activate = ops.silu_mul if config.activation == "silu" else ops.gelu_mul
 
     def __call__(self, x: ops.Activations, tap: Tap | None = None) -> ops.Product:
