@@ -1,7 +1,7 @@
 """How much is measured: all of it, or as much as a budget of time allows, where it decides most.
 
 Evidence comes in streams, cheap ones first: windows of held-out text, questions of tasks. Without a budget
-each is measured to its end and judged once. With one, it is measured in stages. After each stage the stream
+each is measured to its end and judged once, for a report that leaves nothing out. With one, it is measured in stages. After each stage the stream
 is looked at; what is decided is left alone, one failure ends it all, and the time goes to the stream that
 will be decided soonest, by what its own interval and its own speed say.
 
@@ -198,8 +198,6 @@ def _to_the_end(states: Sequence[_State], clock: Callable[[], float]) -> None:
     for state in states:
         state.extend(state.stream.size, clock)
         state.look(CONFIDENCE)
-        if state.verdict is Verdict.FAIL:
-            return
 
 
 def _in_stages(states: Sequence[_State], deadline: float, clock: Callable[[], float]) -> None:
