@@ -7,9 +7,11 @@ question on, as lm-eval does: where examples are drawn at random each draw depen
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -89,8 +91,11 @@ def load_lm_eval_tasks(
     manager = TaskManager(include_defaults=bool(by_name))
     found: dict[str, LMTask] = {}
     for name in names:
-        spec: Any = jsonl_config(Path(name)) if Path(name).suffix == ".jsonl" else name
-        found |= _load(manager, name, spec)
+        if Path(name).suffix == ".jsonl":
+            with _without_warnings():
+                found |= _load(manager, name, jsonl_config(Path(name)))
+        else:
+            found |= _load(manager, name, name)
     for task in found.values():
         _check(task)
         _set_fewshot(task, num_fewshot)
@@ -116,6 +121,18 @@ def lm_eval_results(
         fewshot_as_multiturn=chat,
     )
     return results
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """lm-eval warns of every task whose data is given in memory."""
+    log = logging.getLogger("lm_eval.api.task")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _load(manager: TaskManager, name: str, spec: Any) -> dict[str, LMTask]:
