@@ -1,9 +1,9 @@
 """How much is measured: all of it, or as much as a budget of time allows, where it decides most.
 
 Evidence comes in streams, cheap ones first: windows of held-out text, questions of tasks. Without a budget
-each is measured to its end and judged once, for a report that leaves nothing out. With one, it is measured in stages. After each stage the stream
-is looked at; what is decided is left alone, one failure ends it all, and the time goes to the stream that
-will be decided soonest, by what its own interval and its own speed say.
+each is measured to its end and judged once, for a report that leaves nothing out. With one, it is measured in
+stages. After each stage the stream is looked at; what is decided is left alone, one failure ends it all, and
+the time goes to the stream that will be decided soonest, by what its own interval and its own speed say.
 
 Who looks often sees a chance result sooner or later. So the looks of a stream are few and share the error
 that one look may have: 1 % at a quarter, 2 % at the half, 7 % at the end, which is 10 % in all, half of it on
