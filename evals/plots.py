@@ -70,7 +70,7 @@ def quantiles(values: Sequence[Sequence[float]], title: str) -> str:
     points = [(share, value) for share, value in values if value > 0]
     if len(points) < 2:
         return ""
-    left, right, top, base = 60, WIDTH - 12, 12, 170
+    left, right, top, base = 60, WIDTH - 28, 12, 170
     low = math.floor(math.log10(min(value for _, value in points)))
     high = math.ceil(math.log10(max(value for _, value in points)))
     high = max(high, low + 1)
