@@ -8,7 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import datasets
+import lm_eval.tasks
 import pytest
+from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
 
@@ -270,6 +273,39 @@ def test_a_name_that_lm_eval_does_not_know(monkeypatch: pytest.MonkeyPatch) -> N
     )
     with pytest.raises(UserError, match="lm-eval knows no task 'no_such_task_at_all'"):
         load_tasks(["no_such_task_at_all"])
+
+
+def test_tasks_of_lm_evals_own_by_name(
+    monkeypatch: pytest.MonkeyPatch, loaded: tuple[Decoder, Tokenizer]
+) -> None:
+    """A tag gives its tasks; their data comes from where lm-eval says, here two rows in its place."""
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(path: str, name: str, **_: Any) -> dict[str, Dataset]:
+        asked.append((path, name))
+        rows = [
+            {
+                "question": f"{name} {i}?",
+                "answerKey": "AB"[i],
+                "choices": {"text": ["p", "q"], "label": ["A", "B"]},
+            }
+            for i in range(2)
+        ]
+        return dict.fromkeys(("train", "validation", "test"), Dataset.from_list(rows))
+
+    arc = Path(lm_eval.tasks.__file__).parent / "arc"
+    manager = TaskManager(include_defaults=False, include_path=str(arc))
+    monkeypatch.setattr(tasks_lm_eval, "TaskManager", lambda include_defaults: manager)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    tasks = load_tasks(["ai2_arc"], num_fewshot=1)
+    assert {task.name: len(task) for task in tasks} == {"arc_challenge": 2, "arc_easy": 2}
+    assert sorted(asked) == [("allenai/ai2_arc", "ARC-Challenge"), ("allenai/ai2_arc", "ARC-Easy")]
+    (easy,) = (task for task in tasks if task.name == "arc_easy")
+    first, second = easy.ask(scorer_of(loaded), range(2))
+    assert first.prompt.endswith("Question: ARC-Easy 0?\nAnswer:")
+    assert first.prompt.count("Question:") == 2
+    assert (first.choices, first.target, second.target) == ((" p", " q"), " p", " q")
+    assert set(first.scores) == {"acc,none", "acc_norm,none"}
 
 
 def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
