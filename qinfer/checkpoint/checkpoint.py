@@ -171,7 +171,10 @@ def check_modules(checkpoint: Checkpoint) -> None:
                 raise CheckpointError(
                     f"{checkpoint.path}: linears that run as one must have one scheme; {prefix}* has {said}"
                 )
-    for entry in quantization.unmatched([*names.all_modules(config), "lm_head"]):
+    known = [*names.all_modules(config), "lm_head"]
+    if config.num_experts:
+        known += [names.layer_prefix(config, i) + names.router(config) for i in range(config.num_layers)]
+    for entry in quantization.unmatched(known):
         warnings.warn(
             f"{checkpoint.path}: {entry!r} in quantization_config matches no linear of the model",
             stacklevel=3,

@@ -107,7 +107,7 @@ def _quantization_config(source: Checkpoint, schemes: Mapping[str, Scheme], to: 
         others = {module: scheme for module, scheme in schemes.items() if scheme != most}
         kv_cache_scheme = source.quantization.kv_cache_scheme
         return compressed_tensors.quantization_config(
-            most, ignore=["lm_head"], exceptions=others, kv_cache_scheme=kv_cache_scheme
+            most, ignore=names.unquantized(source.config), exceptions=others, kv_cache_scheme=kv_cache_scheme
         )
     if len(found) > 1:
         said = ", ".join(scheme.label for scheme in found)

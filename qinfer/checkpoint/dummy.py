@@ -103,7 +103,8 @@ def open_dummy(
         quantization = read_quantization(find_quantization_config(path, raw))
     else:
         settled = scheme_by_name(scheme, group_size=group_size, symmetric=symmetric)
-        quantization = _everywhere(_dividing(ModelConfig.from_dict(raw), settled))
+        config = ModelConfig.from_dict(raw)
+        quantization = _everywhere(config, _dividing(config, settled))
     checkpoint = DummyCheckpoint(path, raw, quantization, seed)
     check_modules(checkpoint)
     return checkpoint
@@ -117,7 +118,7 @@ def _dividing(config: ModelConfig, scheme: Scheme) -> Scheme:
     return W4A16(settle_group_size(widths, scheme.group_size), scheme.symmetric)
 
 
-def _everywhere(scheme: Scheme) -> Quantization:
+def _everywhere(config: ModelConfig, scheme: Scheme) -> Quantization:
     if isinstance(scheme, Dense):
         return Quantization()
-    return read_quantization(quantization_config(scheme, ignore=["lm_head"]))
+    return read_quantization(quantization_config(scheme, ignore=names.unquantized(config)))

@@ -65,6 +65,13 @@ def router(config: ModelConfig) -> str:
     return f"{config.expert_names.block}.gate"
 
 
+def unquantized(config: ModelConfig) -> list[str]:
+    """Linears that no scheme is for, as `ignore` of a quantization_config names them: head and routers."""
+    if config.expert_names is None:
+        return ["lm_head"]
+    return ["lm_head", f"re:.*{config.expert_names.block}\\.gate$"]
+
+
 def relative_name(config: ModelConfig, module: str) -> str:
     """A linear's name within its layer: 'self_attn.q_proj' of 'model.layers.3.self_attn.q_proj'."""
     return module.removeprefix(f"{config.tensor_prefix}layers.").partition(".")[2]
