@@ -9,10 +9,16 @@ Columns are taken in the order of falling H_kk, the most used first, while nothi
 scales belong to the groups of the original order and are fixed before ("static act-order"), so the file
 needs no order. Updates go to a block of columns at once and to the rest in one product per block.
 
-H of few or alike tokens is singular. So its diagonal is raised by a hundredth of its mean, and where the
-factorization still fails by ten and a hundred times that, then by a floor relative to its largest entry; if
-nothing helps, the weights are rounded to nearest and that is reported. A column that no token excites takes
-no part: it is rounded to nearest.
+GPTQ never looks back: a column is rounded before anybody knows how the later ones will be. So a few sweeps of
+coordinate descent on the same objective follow (QuantEase, arXiv 2309.01885): each column takes the value of
+its grid that is best while all others stay, which can only lower the error.
+
+The diagonal of H is raised by a tenth of its mean. That makes H of few or alike tokens invertible, and it
+keeps weights from being fitted to what these tokens have by chance: from c4 to technical text, a v_proj of
+SmolLM2-135M kept 0.426 of the squared error of rounding to nearest, 0.448 with a hundredth, an up_proj 0.811
+against 0.829. Where the factorization still fails more is added, then a floor relative to the largest entry;
+if nothing helps, the weights are rounded to nearest and that is reported. A column that no token excites
+takes no part: it is rounded to nearest.
 """
 
 from __future__ import annotations
@@ -24,7 +30,8 @@ from torch import Tensor
 
 from qinfer.calibrate.grid import Grid
 
-DAMP = 0.01
+DAMP = 0.1
+SWEEPS = 2  # of coordinate descent
 _BLOCK = 64
 _FLOORS = tuple(1e-6 * 10**i for i in range(6))
 
@@ -44,15 +51,20 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, group_size: int) -> Rounded:
     diagonal = gram.diagonal()
     dead = diagonal == 0
     order = diagonal.argsort(descending=True)
-    factor, note = _inverse_factor(gram + torch.diag(dead.float()), order)
+    ordered = (gram + torch.diag(dead.float()))[order][:, order]
+    factor, raised, note = _inverse_factor(ordered)
     if factor is None:
         columns = torch.arange(weight.shape[1], device=weight.device) // group_size
         return Rounded(grid.map(lambda x: x[:, columns]).nearest(weight), note)
-    columns_first = weight.T[order].contiguous()  # a column of the weight is a row in memory
+    original = weight.T[order].contiguous()  # a column of the weight is a row in memory
+    found, groups = original.clone(), (order // group_size).tolist()
     by_group = grid.map(lambda x: x.T.contiguous())
-    _round_columns(columns_first, factor, by_group, (order // group_size).tolist())
-    rounded = torch.empty_like(columns_first)
-    rounded[order] = columns_first
+    _round_columns(found, factor, by_group, groups)
+    ordered.diagonal().add_(raised)
+    for _ in range(SWEEPS):
+        _sweep(found, original, ordered, by_group, groups)
+    rounded = torch.empty_like(found)
+    rounded[order] = found
     return Rounded(rounded.T.contiguous(), note)
 
 
@@ -64,21 +76,41 @@ def _round_columns(weight: Tensor, factor: Tensor, grid: Grid, groups: list[int]
         stop = min(start + _BLOCK, width)
         errors = torch.empty_like(weight[start:stop])
         for k in range(start, stop):
-            group = groups[k]
-            one = Grid(grid.step[group], None if grid.zero is None else grid.zero[group], grid.bits)
-            rounded = one.nearest(weight[k])
+            rounded = _row_of(grid, groups[k]).nearest(weight[k])
             error = torch.sub(weight[k], rounded, out=errors[k - start]).div_(pivots[k])
             weight[k] = rounded
             weight[k + 1 : stop].addr_(factor[k, k + 1 : stop], error, alpha=-1)
         weight[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
 
 
-def _inverse_factor(gram: Tensor, order: Tensor) -> tuple[Tensor | None, str]:
-    """The upper Cholesky factor of the inverse of `gram`, reordered and damped; None where there is none."""
-    ordered = gram[order][:, order]
+def _sweep(rounded: Tensor, original: Tensor, gram: Tensor, grid: Grid, groups: list[int]) -> None:
+    """Gives each row of `rounded` [K, N] in turn the grid's best values for the others as they are, in place.
+
+    `pull` is H (w - q): the best value of row k is q_k + pull_k / H_kk.
+    """
+    diagonal = gram.diagonal().tolist()
+    pull = gram @ (original - rounded)
+    for start in range(0, len(rounded), _BLOCK):
+        stop = min(start + _BLOCK, len(rounded))
+        before = rounded[start:stop].clone()
+        block = pull[start:stop]
+        for k in range(start, stop):
+            one = _row_of(grid, groups[k])
+            best = one.nearest(torch.add(rounded[k], block[k - start], alpha=1 / diagonal[k]))
+            block.addr_(gram[start:stop, k], best - rounded[k], alpha=-1)
+            rounded[k] = best
+        pull[stop:].addmm_(gram[stop:, start:stop], rounded[start:stop] - before, alpha=-1)
+
+
+def _row_of(grid: Grid, group: int) -> Grid:
+    return Grid(grid.step[group], None if grid.zero is None else grid.zero[group], grid.bits)
+
+
+def _inverse_factor(ordered: Tensor) -> tuple[Tensor | None, float, str]:
+    """The upper Cholesky factor of the inverse of a gram, what its diagonal was raised by, and a note."""
     mean, largest = float(ordered.diagonal().mean()), float(ordered.diagonal().max())
     raises = [(DAMP * mean, "")]
-    raises += [(d * mean, f"diagonal raised by {d:g} of its mean") for d in (10 * DAMP, 100 * DAMP)]
+    raises += [(d * mean, f"diagonal raised by {d:g} of its mean") for d in (1.0, 10.0)]
     raises += [(f * largest, f"diagonal raised by {f:g} of its largest entry") for f in _FLOORS]
     for raised, note in raises:
         damped = ordered.clone()
@@ -88,5 +120,5 @@ def _inverse_factor(gram: Tensor, order: Tensor) -> tuple[Tensor | None, str]:
             inverse = torch.cholesky_inverse(factor)
             factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not bool(failed) and bool(factor.isfinite().all()):
-                return factor, note
-    return None, "rounded to nearest: the inputs' second moments cannot be inverted"
+                return factor, raised, note
+    return None, 0.0, "rounded to nearest: the inputs' second moments cannot be inverted"

@@ -34,6 +34,7 @@ from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.mixing import average_bits
 from qinfer.calibrate.recipe import PRESETS, Recipe, settle
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
+from qinfer.calibrate.rotations import RotatedCheckpoint
 from qinfer.calibrate.selftext import Generate, engine_generate
 from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import Checkpoint
@@ -109,6 +110,7 @@ def prepare(
     ranges: str | None = None,
     kv_scales: str | None = None,
     mixing: bool = False,
+    rotate: bool = False,
     calibration: str | Iterable[Document] | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -120,13 +122,19 @@ def prepare(
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
     `generate` writes self-written text; None loads the source into the engine when that is called for.
-    `mixing` says that sensitivities will be measured, which takes text whatever the method.
+    `rotate` merges rotations into the weights first. `mixing` says that sensitivities will be measured, which
+    takes text whatever the method.
     Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
     `out` that holds something, and a length beyond the model's context.
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
     recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
+    if rotate and source.config.num_experts:
+        raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
+    if rotate:
+        source, note = _rotated(source, seed)
+        recipe = recipe._replace(notes=(*recipe.notes, note))
     check_kind(kv_scales)
     for note in recipe.notes:
         logger.warning(note)
@@ -147,6 +155,14 @@ def prepare(
     elif calibration is not None:
         logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
     return QuantizeJob(source, out, recipe, data, overwrite, kv_scales=kv_scales)
+
+
+def _rotated(source: Checkpoint, seed: int) -> tuple[Checkpoint, str]:
+    rotated = RotatedCheckpoint(source, seed)
+    if source.config.sandwich_norms:
+        return rotated, "only the heads' values are rotated: this family's norms keep the stream as it is"
+    extra = " and lm_head, which was the embedding, is a matrix of its own" if rotated.unties else ""
+    return rotated, f"the residual stream and the heads' values are rotated{extra}"
 
 
 def run(

@@ -81,6 +81,7 @@ def quantize(
     symmetric: bool | None = None,
     ranges: str | None = None,
     kv_scales: str | None = None,
+    rotate: bool = False,
     budget: float | None = None,
     until_gate: bool = False,
     calibration: str | None = None,
@@ -105,7 +106,8 @@ def quantize(
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
-    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False, until_gate=until_gate)
+    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
+    check_flags(until_gate=until_gate, rotate=rotate)
     if until_gate and not gate:
         raise UserError("until_gate raises units until the gate passes: it cannot go without", "until_gate")
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
@@ -121,6 +123,7 @@ def quantize(
         "symmetric": symmetric,
         "ranges": ranges,
         "kv_scales": kv_scales,
+        "rotate": rotate,
         "calibration": calibration,
         "num_samples": num_samples,
         "max_seq_len": max_seq_len,

@@ -55,6 +55,9 @@ def quantize(
         str | None,
         typer.Option(help="Scales for an 8-bit KV cache: fp8, fp8-head or int8-head.", show_default=False),
     ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Merge rotations that spread outliers into the weights first.")
+    ] = False,
     budget: Annotated[
         float | None,
         typer.Option(
@@ -109,6 +112,7 @@ def quantize(
                 symmetric=symmetric,
                 ranges=ranges,
                 kv_scales=kv_scales,
+                rotate=rotate,
                 budget=budget,
                 until_gate=until_gate,
                 calibration=calibration,
