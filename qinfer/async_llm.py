@@ -12,7 +12,8 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_thread import EngineThread, Observer
@@ -22,6 +23,7 @@ from qinfer.llm_keywords import refuse
 from qinfer.mailbox import LiveRequest, Mailbox, since
 from qinfer.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
+from qinfer.trace import Trace
 
 if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
     from qinfer.engine.engine import Engine
@@ -72,6 +74,7 @@ class AsyncLLM:
         self.tokenizer: Tokenizer = llm.get_tokenizer()
         self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
         self._intake = Intake(max_num_queued_reqs, max_num_queued_tokens)
+        self._trace = Trace()
         self._engine: Engine = llm.engine
         self._thread = EngineThread(llm.engine, self._left)
 
@@ -151,17 +154,28 @@ class AsyncLLM:
         self._thread.observers += (observer,)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
-        """The answer to a question about the engine, put to it between two steps; raises EngineDeadError."""
+        """The answer to a question about the engine, put to it between two steps.
+
+        Raises UserError as the question does, and EngineDeadError.
+        """
         loop, answer = asyncio.get_running_loop(), asyncio.Future[T]()
 
-        def tell(found: T) -> None:
-            if not answer.done():  # cancelled meanwhile
-                answer.set_result(found)
+        def tell(found: T | None, error: UserError | None) -> None:
+            if answer.done():  # cancelled meanwhile
+                return
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(cast("T", found))
 
         def put() -> None:
-            found = question(self._engine)
+            found, error = None, None
+            try:
+                found = question(self._engine)
+            except UserError as mistake:  # the asker's; anything else is the engine's end
+                error = mistake
             with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there any more
-                loop.call_soon_threadsafe(tell, found)
+                loop.call_soon_threadsafe(tell, found, error)
 
         self._thread.call(put)
         return await answer
@@ -169,6 +183,14 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
         return await self.ask(lambda engine: engine.reset_prefix_cache())
+
+    async def start_profile(self, prefix: str | None = None) -> None:
+        """Records what the engine's thread does; UserError where it does already or has nowhere to."""
+        await self.ask(lambda _: self._trace.start(prefix))
+
+    async def stop_profile(self) -> Path:
+        """Ends the recording and returns its file; UserError where there is none."""
+        return await self.ask(lambda _: self._trace.stop())
 
     async def pause_generation(self) -> None:
         """Stops after the step that runs; requests wait until `resume_generation`."""

@@ -7,6 +7,8 @@ qinfer does reads this page. Only the standard library, so that planning memory 
                     $XDG_CACHE_HOME/qinfer, else ~/.cache/qinfer)
     QINFER_BACKEND  auto: on a GPU the Triton kernels, and torch where they decline an input; torch: never a
                     Triton kernel; triton: an error where they decline
+    QINFER_TORCH_PROFILER_DIR
+                    folder for recordings of a server (trace.py)
     QINFER_CHECK    1: on a GPU every op runs both ways, and the first difference is an error; slow
 """
 
@@ -47,6 +49,12 @@ def cache_dir() -> Path:
 def results_dir() -> Path:
     """Folder where evaluations keep what they have measured."""
     return cache_dir() / "results"
+
+
+def profiler_dir() -> Path | None:
+    """Folder for recordings of what a server's engine does; None: nobody said where to."""
+    chosen = os.environ.get("QINFER_TORCH_PROFILER_DIR")
+    return Path(chosen).expanduser() if chosen else None
 
 
 def backend() -> str:

@@ -48,6 +48,11 @@ class Answer(ABC):
         self.model = state.model_names[0]
         self.latest: list[RequestOutput | None] = [None] * len(work)
 
+    @property
+    def whole(self) -> bool:
+        """Whether nobody hears of what is between the first output and the last."""
+        return not self.request.stream
+
     @abstractmethod
     def events(self) -> AsyncGenerator[str, None]:
         """The stream's events as `ended` wants them."""
@@ -93,7 +98,7 @@ class Answer(ABC):
             request_id,
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
-            whole=not self.request.stream,  # nobody hears of what is between
+            whole=self.whole,
         )
 
     def usage(self) -> Usage:

@@ -9,6 +9,7 @@ errors, and the API key.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
@@ -40,6 +41,20 @@ from qinfer.server.wire import Body, Chat, Completion, ModelCard, ModelList
 GATE_HEADER = "x-qinfer-gate"
 
 
+class _App(FastAPI):
+    """FastAPI, whose document would promise 422 where this server says 400."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI document."""
+        document = super().openapi()
+        for methods in document["paths"].values():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        return document
+
+
 def build_app(
     engine: AsyncLLM,
     options: ServerOptions | None = None,
@@ -56,7 +71,7 @@ def build_app(
     state = ServerState(engine, names, gate or engine.llm.gate, options, door or Door())
     metrics, http = ServerMetrics(engine.max_model_len, options.histogram_bounds), HttpMetrics()
     engine.observe(metrics)
-    app = FastAPI(title="qinfer", version=__version__, redirect_slashes=False)
+    app = _App(title="qinfer", version=__version__, redirect_slashes=False)
     errors.register(app)
     app.include_router(_openai_routes(state), responses=errors.DOCUMENTED)
     app.include_router(response_routes(state), responses=errors.DOCUMENTED)
@@ -180,6 +195,15 @@ def _dev_routes(state: ServerState) -> APIRouter:
     @router.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
         return JSONResponse({"reset": await state.engine.reset_prefix_cache()})
+
+    @router.post("/start_profile")
+    async def start_profile() -> Response:
+        await state.engine.start_profile()
+        return JSONResponse({"profiling": True})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        return JSONResponse({"profiling": False, "file": str(await state.engine.stop_profile())})
 
     @router.get("/server_info")
     async def server_info() -> Response:

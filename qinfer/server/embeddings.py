@@ -24,7 +24,7 @@ from qinfer.server.answer import encoded, truncated
 from qinfer.server.errors import ApiError
 from qinfer.server.protocol import Count, Text, TokenIds, kind_of
 from qinfer.server.sampling import check_room
-from qinfer.server.state import ServerState
+from qinfer.server.state import ServerState, note_unknown
 from qinfer.server.streaming import merge
 from qinfer.server.wire import Body
 
@@ -92,6 +92,7 @@ class EmbeddingList(Body):
 async def answer(state: ServerState, request: EmbeddingsRequest, request_id: str) -> Response:
     """Answers the request; raises UserError or ApiError for what cannot be done."""
     state.check_model(request.model)
+    note_unknown(request.model_extra)
     size = state.engine.llm.config.hidden_size
     if request.dimensions not in (None, size):
         raise ApiError(400, f"this model's vectors have {size} dimensions, and no part of them", "dimensions")

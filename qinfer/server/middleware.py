@@ -23,6 +23,7 @@ from qinfer.server.http_metrics import HttpMetrics
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/version", "/load", "/metrics", "/docs", "/openapi.json"})
+MAX_HEADERS = 256
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -44,6 +45,7 @@ class RequestFrame:
         given = asked.get("x-request-id", "")
         request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        crowded = len(asked) > MAX_HEADERS
         status = sent = 0
         began = time.monotonic()
 
@@ -61,6 +63,11 @@ class RequestFrame:
         working = scope["path"] not in OPEN_PATHS
         self.metrics.live += working
         try:
+            if crowded:
+                failure = Failure(
+                    400, f"the request has {len(asked)} headers; at most {MAX_HEADERS} are read"
+                )
+                return await failure.response()(scope, receive, framed)
             await self.app(scope, receive, framed)
         except Exception:  # nothing above us would answer, and a traceback is for the log only
             logger.exception("request %s failed", request_id)

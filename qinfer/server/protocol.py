@@ -210,10 +210,6 @@ class GenerationRequest(BaseModel):
         """Whether every chunk carries token counts."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def unknown_fields(self) -> list[str]:
-        """Names of fields that were sent and mean nothing here."""
-        return sorted(self.model_extra or ())
-
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""

@@ -57,6 +57,11 @@ class ResponseAnswer(Answer):
         self._num_events = 0
 
     @property
+    def whole(self) -> bool:
+        """Of a response in the background its client may ask at any moment."""
+        return super().whole and not self._asked.background
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing more will come."""
         return self._status not in _RUNNING

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -80,8 +81,7 @@ class ServerState:
     def admit(self, request: GenerationRequest) -> None:
         """Raises where the request wants another model."""
         self.check_model(request.model)
-        if unknown := request.unknown_fields():
-            logger.debug("fields that mean nothing here: %s", ", ".join(unknown))
+        note_unknown(request.model_extra)
 
     def cards(self) -> list[ModelCard]:
         """/v1/models: one entry per name."""
@@ -115,3 +115,9 @@ class ServerState:
             group=None,
             is_blocking=False,
         )
+
+
+def note_unknown(fields: Mapping[str, object] | None) -> None:
+    """Names in the log the fields that were sent and mean nothing here; not what they say."""
+    if fields:
+        logger.debug("fields that mean nothing here: %s", ", ".join(sorted(fields)))

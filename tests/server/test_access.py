@@ -163,4 +163,7 @@ def test_routes_for_measuring_are_there_on_request_only(served, serve_scripted, 
         assert measured.client.post("/reset_prefix_cache", headers=headers).json() == {"reset": True}
         assert measured.scripted.num_resets == 1
         info = measured.get("/server_info", headers=headers).json()
+        recording = measured.client.post("/start_profile", headers=headers)
+    assert recording.status_code == 400
+    assert "QINFER_TORCH_PROFILER_DIR" in recording.json()["error"]["message"]
     assert (info["model"], info["max_model_len"], info["stats"]["num_running"]) == ("tiny", 256, 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ import pytest
 from qinfer import AsyncEngineArgs
 from qinfer.async_llm import AsyncLLM
 from qinfer.engine.options import EngineStats
-from qinfer.errors import EngineStoppedError
+from qinfer.errors import EngineStoppedError, UserError
+from qinfer.llm import LLM
 from qinfer.sampling_params import SamplingParams
 from qinfer.stat_log import INTERVAL, StatLog
 
@@ -91,6 +94,45 @@ def test_what_is_not_there_says_so(engine):
 
     with pytest.raises(NotImplementedError, match="lora_request"):
         asyncio.run(run())
+    for name in ("sleep", "wake_up", "collective_rpc"):
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = engine.nonsense
+
+
+def test_a_question_that_is_a_mistake_is_its_askers(engine):
+    def mistaken(_: Any) -> None:
+        raise UserError("no such thing")
+
+    with pytest.raises(UserError, match="no such thing"):
+        asyncio.run(engine.ask(mistaken))
+    assert asyncio.run(ask(engine, "after", 3))
+
+
+def test_vectors_and_recordings_of_a_real_engine(model_dir, tmp_path, monkeypatch):
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(model_dir), num_kv_blocks=64))
+
+    async def run() -> tuple[list[Any], Path]:
+        with pytest.raises(UserError, match="QINFER_TORCH_PROFILER_DIR"):
+            await engine.start_profile()
+        monkeypatch.setenv("QINFER_TORCH_PROFILER_DIR", str(tmp_path / "traces"))
+        with pytest.raises(UserError, match="start it first"):
+            await engine.stop_profile()
+        await engine.start_profile("mine")
+        with pytest.raises(UserError, match="stop it first"):
+            await engine.start_profile()
+        found = [output async for output in engine.encode("One text", None, "v")]
+        return found, await engine.stop_profile()
+
+    try:
+        (vector,), path = asyncio.run(run())
+    finally:
+        assert engine.shutdown()
+    (expected,) = LLM(str(model_dir), num_kv_blocks=64).embed("One text", use_tqdm=False)
+    assert vector.outputs.embedding == pytest.approx(expected.outputs.embedding, abs=1e-5)
+    assert path.name.startswith("mine-qinfer-")
+    assert b"aten::" in gzip.decompress(path.read_bytes())
 
 
 def stats(**counts: float) -> EngineStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -139,13 +140,41 @@ def test_the_document_tells_every_error(served):
     document["paths"].pop("/metrics")  # which cannot fail
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
-            assert {"4XX", "5XX"} <= operation["responses"].keys(), (path, method)
+            assert {"400", "401", "404", "413", "500", "501", "503"} <= operation["responses"].keys(), (
+                path,
+                method,
+            )
             assert "422" not in operation["responses"]
-            shown = operation["responses"]["4XX"]["content"]["application/json"]["schema"]["$ref"]
+            shown = operation["responses"]["400"]["content"]["application/json"]["schema"]["$ref"]
             assert shown.endswith("/ErrorBody")
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",  # to no host
+        b"\x16\x03\x01\x02\x00\x01\x00",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
+    ],
+)
+def test_what_is_no_http_is_told_so_in_the_same_shape(served, sent):
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert b"content-type: application/json" in head
+    assert json.loads(body)["error"]["code"] == 400
+
+
+def test_a_crowd_of_headers_is_refused(served):
+    crowd = {f"x-{i}": "1" for i in range(300)}
+    error = check(served.get("/health", headers=crowd), 400)
+    assert "at most 256" in error["message"]
 
 
 def test_the_model_may_be_missing_or_null(served):
