@@ -68,6 +68,10 @@ class Stream(Protocol):
         """What the units done so far say."""
         ...
 
+    def silence(self) -> str:
+        """Why they say nothing, where they do not."""
+        ...
+
 
 class Spent(NamedTuple):
     """What a stream got."""
@@ -79,10 +83,12 @@ class Spent(NamedTuple):
     seconds: float
     confidence: float  # of the intervals of its measures
     needed: int | None  # units in all that would decide it; None: it is decided, or no number would
+    silence: str  # why it says nothing; "" where it says something
 
     def to_text(self) -> str:
         """One line, for a person who wonders what is missing."""
         line = f"{self.name}: {self.done} of {self.size} {self.unit}"
+        line += f"; {self.silence}" if self.silence else ""
         return line if self.needed is None else f"{line}; about {self.needed} would decide it"
 
 
@@ -162,8 +168,18 @@ class _State:
 
     def spent(self) -> Spent:
         """For the record."""
-        stream, wanted = self.stream, None if self.verdict is not Verdict.UNDECIDED else self.needed
-        return Spent(stream.name, stream.unit, self.done, stream.size, self.seconds, self.confidence, wanted)
+        stream, undecided = self.stream, self.verdict is Verdict.UNDECIDED
+        silent = bool(self.done) and not self.measures
+        return Spent(
+            stream.name,
+            stream.unit,
+            self.done,
+            stream.size,
+            self.seconds,
+            self.confidence,
+            self.needed if undecided else None,
+            stream.silence() if silent else "",
+        )
 
 
 def parse_budget(text: str) -> float:

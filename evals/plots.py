@@ -11,6 +11,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 WIDTH = 640
+_LABEL = 27  # height of two lines
 
 
 class Spot(NamedTuple):
@@ -19,6 +20,8 @@ class Spot(NamedTuple):
     name: str
     size: float  # bytes
     quality: float
+    low: float
+    high: float
     label: str
     best: bool  # nothing else is better in one thing and no worse in the others
 
@@ -91,34 +94,44 @@ def quantiles(values: Sequence[Sequence[float]], title: str) -> str:
 
 
 def pareto(spots: Sequence[Spot], quality: str, title: str) -> str:
-    """Size to the right, quality upwards; those that nothing beats are joined by a line."""
-    left, right, top, base = 60, WIDTH - 110, 24, 250
-    sizes, heights = [spot.size for spot in spots], [spot.quality for spot in spots]
+    """Size to the right, quality with its interval upwards; those that nothing beats are joined by a line."""
+    left, right, top, base = 60, WIDTH - 170, 24, 270
+    sizes = [spot.size for spot in spots]
     x_low, x_high = min(sizes) * 0.9, max(sizes) * 1.1
-    pad = (max(heights) - min(heights) or 0.01) * 0.15
-    y_low, y_high = min(heights) - pad, max(heights) + pad
+    y_low, y_high = min(spot.low for spot in spots), max(spot.high for spot in spots)
+    pad = (y_high - y_low or 0.01) * 0.1
+    y_low, y_high = y_low - pad, y_high + pad
 
-    def place(spot: Spot) -> tuple[float, float]:
-        across = (spot.size - x_low) / (x_high - x_low)
-        return left + across * (right - left), base - (spot.quality - y_low) / (y_high - y_low) * (base - top)
+    def across(size: float) -> float:
+        return left + (size - x_low) / (x_high - x_low) * (right - left)
+
+    def up(value: float) -> float:
+        return base - (value - y_low) / (y_high - y_low) * (base - top)
 
     parts = [
         _axis(left, base, right),
         f'<line class="axis" x1="{left}" y1="{top}" x2="{left}" y2="{base}"/>',
         _text(4, 14, quality),
-        _text(4, top + 14, f"{y_high:.4g}"),
+        _text(4, top + 8, f"{y_high:.4g}"),
         _text(4, base, f"{y_low:.4g}"),
         _text(left, base + 18, f"{x_low / 1e6:.4g} MB"),
         _text(right - 60, base + 18, f"{x_high / 1e6:.4g} MB"),
     ]
-    front = sorted(place(spot) for spot in spots if spot.best)
+    front = sorted((across(spot.size), up(spot.quality)) for spot in spots if spot.best)
     parts.append(f'<polyline class="front" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in front)}"/>')
-    for spot in spots:
-        x, y = place(spot)
+    beside = float(top - _LABEL)  # where the label before ended
+    for spot in sorted(spots, key=lambda spot: -spot.quality):
+        x, y = across(spot.size), up(spot.quality)
+        beside = max(y, beside + _LABEL)
         kind = "good" if spot.best else "quiet"
-        parts.append(f'<g class="{kind}"><circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="5"/></g>')
-        parts.append(_text(x + 9, y - 2, spot.name) + _text(x + 9, y + 11, spot.label))
-    return _svg(WIDTH, 276, title, "".join(parts))
+        parts.append(
+            f'<g class="{kind}"><line class="span" x1="{x:.1f}" y1="{up(spot.low):.1f}" x2="{x:.1f}" '
+            f'y2="{up(spot.high):.1f}"/><circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="4"/></g>'
+            f'<line class="axis" x1="{x + 6:.1f}" y1="{y:.1f}" x2="{x + 16:.1f}" y2="{beside:.1f}"/>'
+        )
+        name = spot.name.rstrip("/").rsplit("/", 1)[-1]
+        parts.append(_text(x + 19, beside, name[:26]) + _text(x + 19, beside + 12, spot.label))
+    return _svg(WIDTH, 300, title, "".join(parts))
 
 
 def _axis(left: float, y: float, right: float = WIDTH - 8) -> str:

@@ -30,11 +30,13 @@ def choice_page(document: Mapping[str, Any]) -> str:
             option["name"],
             option["bytes"],
             option["quality"]["value"],
+            option["quality"]["low"],
+            option["quality"]["high"],
             f"{option['tokens_per_second']:.0f} tokens/s",
             option["worth_choosing"],
         )
         for option in document["options"]
-        if option["quality"]["value"] is not None
+        if None not in option["quality"].values()
     ]
     title = f"Candidates of {source['name']}"
     plot = (

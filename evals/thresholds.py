@@ -38,10 +38,11 @@ class Profile(NamedTuple):
 
     num_tokens: int
     scale: float  # of the limits
+    tasks: tuple[str, ...] = ()  # asked too, unless others are named
 
 
 PROFILES: Mapping[str, Profile] = {
-    "strict": Profile(24_576, 0.7),
+    "strict": Profile(24_576, 0.7, ("builtin",)),
     "standard": Profile(16_384, 1.0),
     "lenient": Profile(8_192, 1.2),  # plain rounding to 4 bits must fail this one too
 }

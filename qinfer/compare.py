@@ -57,9 +57,18 @@ class Questions:
 
     @classmethod
     def chosen(
-        cls, tasks: Sequence[str], limit: int | None, num_fewshot: int | None, chat: bool
+        cls,
+        tasks: Sequence[str] | None,
+        profile: str,
+        limit: int | None = None,
+        num_fewshot: int | None = None,
+        chat: bool = False,
     ) -> Questions | None:
-        """None where no task is named; raises UserError for what is only for tasks then, or is no count."""
+        """The tasks named, or where None are, the profile's own; None where there are none.
+
+        Raises UserError for what is only for tasks then, or is no count.
+        """
+        tasks = profile_named(profile).tasks if tasks is None else tasks
         check_counts(limit=limit)
         if num_fewshot is not None and (not isinstance(num_fewshot, int) or num_fewshot < 0):
             raise UserError(

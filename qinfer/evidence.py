@@ -74,6 +74,10 @@ class TextStream:
             return ()
         return fidelity.measures(self.scores, self._limits, seed=self._seed, confidence=confidence)
 
+    def silence(self) -> str:
+        """Text always says something."""
+        return ""
+
 
 class _Block(NamedTuple):
     task: Task
@@ -119,6 +123,10 @@ class TaskStream:
     def measures(self, confidence: float) -> tuple[Measure, ...]:
         """What is judged, then what is reported; nothing where the source is no better than chance."""
         return paired.measures(self.pairs, self._accuracy_lost, seed=self._seed, confidence=confidence)
+
+    def silence(self) -> str:
+        """Why there is nothing to judge."""
+        return "the source is no better than chance on any of them: leave them out, or name others"
 
     def results(self, confidence: float = CONFIDENCE) -> list[paired.TaskResult]:
         """Task by task."""

@@ -170,7 +170,7 @@ class Options(TypedDict, total=False):
 
     profile: str
     text_file: str | Path | None
-    tasks: Sequence[str]
+    tasks: Sequence[str] | None
     limit: int | None
     num_fewshot: int | None
     chat: bool
@@ -219,7 +219,7 @@ def prepare(
     against: str,
     profile: str = "standard",
     text_file: str | Path | None = None,
-    tasks: Sequence[str] = (),
+    tasks: Sequence[str] | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     chat: bool = False,
@@ -237,18 +237,18 @@ def prepare(
 ) -> Order:
     """Opens both models and checks what is asked for, before anything is measured.
 
-    `text_file` replaces the built-in held-out text; `tasks`, as `evals.tasks` names them, are asked too, the
-    first `limit` questions of each. A `budget` ("10m") is spent where it decides most; without one all is
-    measured that the profile wants. What is measured is kept in the cache folder, unless told not to `keep`
-    it. The dtypes are those that will serve. `sign` is the file of a private key for the certificate; after
-    `valid_days` (None: never) its verdict is void.
+    `text_file` replaces the built-in held-out text; `tasks`, as `evals.tasks` names them (None: the profile's
+    own, which only "strict" has), are asked too, the first `limit` questions of each. A `budget` ("10m") is
+    spent where it decides most; without one all is measured that the profile wants. What is measured is kept
+    in the cache folder, unless told not to `keep` it. The dtypes are those that will serve. `sign` is the
+    file of a private key for the certificate; after `valid_days` (None: never) its verdict is void.
     Raises UserError for an unknown option, models that cannot be compared, or what cannot be read.
     """
     profile_named(profile)
     _check_seed(seed)
     check_flags(chat=chat, keep=keep)
     seconds = None if budget is None else parse_budget(budget)
-    questions = compare.Questions.chosen(tasks, limit, num_fewshot, chat)
+    questions = compare.Questions.chosen(tasks, profile, limit, num_fewshot, chat)
     seal = Seal.prepare(sign, valid_days)
     candidate = reading.open_model(model, revision=revision, token=hf_token)
     source = reading.open_model(against, token=hf_token)

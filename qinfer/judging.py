@@ -56,7 +56,7 @@ def ask_tasks(
     Raises UserError for a task that cannot be had or put, and for an unknown option.
     """
     check_flags(chat=chat, keep=keep)
-    questions = Questions.chosen(tasks, limit, num_fewshot, chat)
+    questions = Questions.chosen(tasks, "standard", limit, num_fewshot, chat)
     if questions is None:
         raise UserError("name the tasks to ask", "tasks")
     opened = reading.open_model(model, revision=revision, token=hf_token)

@@ -45,7 +45,8 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="A,B,...",
-            help="Questions too: builtin (made by rule), names of lm-eval, FILE.yaml, FILE.jsonl.",
+            help="Questions too: builtin (made by rule), names of lm-eval, FILE.yaml, FILE.jsonl, or none. "
+            "Default: builtin with the profile strict, else none.",
             show_default=False,
         ),
     ] = None,
@@ -94,7 +95,8 @@ def evaluate(
     _check(models, against, perplexity, tasks)
     common: dict[str, Any] = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype}
     common |= {"lm_head_dtype": lm_head_dtype, "revision": revision, "hf_token": hf_token}
-    asked: dict[str, Any] = {"tasks": [name for name in (tasks or "").split(",") if name], "chat": chat}
+    named = None if tasks is None else [name for name in tasks.split(",") if name not in ("", "none")]
+    asked: dict[str, Any] = {"tasks": named, "chat": chat}
     asked |= {"limit": limit, "num_fewshot": num_fewshot, "keep": not fresh}
     verdict: str | None = None
     with stdout_kept_for_result():

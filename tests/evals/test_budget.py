@@ -59,6 +59,9 @@ class Normal:
         values = [value[None] for value in self._values[: self.done]]
         return (Measure(self.name, "", mean_interval(values, confidence=confidence), self._limit),)
 
+    def silence(self) -> str:
+        return "it does not speak"
+
 
 def verdicts(found: Evidence) -> list[Verdict | None]:
     return [measure.verdict for measure in found.measures]
@@ -161,7 +164,7 @@ def test_a_stream_without_a_measure_is_open() -> None:
         stream = Silent(clock, 0.0)
         found = gather([stream], seconds, clock=clock)
         assert stream.done == 400
-        assert found.open == ("a: 400 of 400 units",)
+        assert found.open == ("a: 400 of 400 units; it does not speak",)
 
 
 def test_a_budget_that_is_gone_before_the_second_stream() -> None:

@@ -55,6 +55,7 @@ EVIDENCE = {
             "seconds": 12.34,
             "confidence": 0.98,
             "needed": 2100,
+            "silence": "",
         }
     ],
 }
