@@ -114,6 +114,9 @@ def _quantization_config(source: Checkpoint, schemes: Mapping[str, Scheme], to: 
         raise UserError(f"{to} holds one scheme for all linears, and {source.path} has {said}", "to")
     config = _OTHERS[to].settings(found[0])
     dense = [module for module, scheme in schemes.items() if scheme == Dense()]
+    if source.config.num_experts:
+        prefixes = (names.layer_prefix(source.config, i) for i in range(source.config.num_layers))
+        dense += [prefix + names.router(source.config) for prefix in prefixes]
     if dense and to == awq.METHOD:
         config["modules_to_not_convert"] = dense
     elif dense:

@@ -13,12 +13,14 @@ from torch import Tensor
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.convert import convert
-from qinfer.checkpoint.names import all_modules
+from qinfer.checkpoint.names import all_modules, router, unquantized
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.cli import main
 from qinfer.errors import UserError
+from qinfer.model.causal import CausalAttention
+from qinfer.model.decoder import load_decoder
 from qinfer.quant import W4A16, Dense, Scheme, W4A16Ordered, W8A8Int8, W8A16Int8
-from qinfer.testing import tiny_model
+from qinfer.testing import MIXTURES, tiny_model
 
 EXACT = {  # what each dialect can hold
     "awq": [W4A16(32, False), W4A16(64, False), W4A16(32, True)],
@@ -36,7 +38,7 @@ def quantized(
     dense: tuple[str, ...] = (),
 ) -> Checkpoint:
     """A tiny model in that scheme but for the linears named in `dense`."""
-    source = open_checkpoint(tiny_model("qwen2", folder / "source", dtype=dtype))
+    source = open_checkpoint(tiny_model(family, folder / "source", dtype=dtype))
     writer = CheckpointWriter(source, folder / "quantized")
     for name in source.names():
         module = name.removesuffix(".weight")
@@ -45,7 +47,7 @@ def quantized(
             continue
         for suffix, tensor in scheme.quantize(source.tensor(name), dtype=getattr(torch, dtype)).items():
             writer.add(f"{module}.{suffix}", tensor)
-    writer.finish(quantization_config(scheme, ignore=["lm_head", *dense]))
+    writer.finish(quantization_config(scheme, ignore=[*unquantized(source.config), *dense]))
     return open_checkpoint(folder / "quantized")
 
 
@@ -185,3 +187,24 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["convert", str(source.path), "--out", str(tmp_path / "out")])
     assert left.value.code == 2
     assert "is not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("to", ["awq", "gptq", "compressed-tensors"])
+def test_experts_go_over_and_run(family: str, to: str, tmp_path: Path) -> None:
+    source = quantized(tmp_path, W4A16(32, False), family=family)
+    assert convert(source, tmp_path / "out", to).linears == 2 * (4 + 3 * 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of an entry in `ignore` that names no linear: the routers' does
+        out = open_checkpoint(tmp_path / "out")
+    assert_same(source, out)
+    settings = json.dumps(out.raw_config["quantization_config"]).replace("\\", "")
+    assert router(source.config) in settings  # other readers would look for a packed one
+    token_ids = torch.arange(16)
+    logits = []
+    for checkpoint in (source, out):
+        decoder = load_decoder(checkpoint, dtype=torch.float32)
+        with torch.inference_mode():
+            hidden = decoder.forward(token_ids, token_ids, CausalAttention(1))
+            logits.append(decoder.logits(hidden))
+    assert torch.equal(*logits)
