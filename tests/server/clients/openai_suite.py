@@ -1,8 +1,8 @@
 """What one version of the openai client must see of a server; `test_openai_versions` runs it under several.
 
 It runs in a process of its own, where `import openai` finds the version under test, and knows nothing of
-qinfer: QINFER_URL and QINFER_MODEL say whom to ask. Every answer, chunk and event is validated by the types
-of that SDK in strict mode, so nothing is converted on the way.
+qinfer: QINFER_URL and QINFER_MODEL say whom to ask, OPENAI_VERSION what it is. Every answer, chunk and event
+is validated by the types of that SDK in strict mode, so nothing is converted on the way.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def chunks_of(stream: Any) -> list[Any]:
     for chunk in chunks:
         strictly(ChatCompletionChunk, chunk)
     return chunks
+
+
+def test_it_is_the_version_that_is_meant():
+    assert openai.__version__ == os.environ["OPENAI_VERSION"]
 
 
 def test_models(client):

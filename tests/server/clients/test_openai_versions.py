@@ -39,18 +39,26 @@ def installed(folder: Path, wanted: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("wanted", VERSIONS)
-def test_the_client_sees_what_it_knows(wanted: str, url: str, pytestconfig: pytest.Config, tmp_path: Path):
-    folder = installed(pytestconfig.cache.mkdir(f"openai-{wanted}"), wanted)
-    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+@pytest.fixture(scope="module")
+def outcomes(url: str, pytestconfig: pytest.Config, tmp_path_factory: Any) -> dict[str, tuple[int, str]]:
+    """Exit code and output of each version's suite; they run side by side, as clients do."""
+    ini = tmp_path_factory.mktemp("suite") / "pytest.ini"
+    ini.write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "--noconftest", "-q", "-p", "no:cacheprovider"]
-    command += ["-c", str(tmp_path / "pytest.ini"), "--rootdir", str(tmp_path), str(SUITE)]
-    variables = {"PYTHONPATH": str(folder), "QINFER_URL": url, "QINFER_MODEL": BUILTIN}
-
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command += ["-c", str(ini), "--rootdir", str(ini.parent), str(SUITE)]
+    running = {}
+    for wanted in VERSIONS:
+        folder = installed(pytestconfig.cache.mkdir(f"openai-{wanted}"), wanted)
+        variables = {"PYTHONPATH": str(folder), "QINFER_URL": url, "QINFER_MODEL": BUILTIN}
+        variables["OPENAI_VERSION"] = wanted
         environment = {**os.environ, **variables}
-        return subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        running[wanted] = subprocess.Popen(command, env=environment, **pipes)
+    told = {wanted: process.communicate()[0] for wanted, process in running.items()}
+    return {wanted: (process.returncode, told[wanted]) for wanted, process in running.items()}
 
-    assert run(sys.executable, "-c", "import openai; print(openai.__version__)").stdout.strip() == wanted
-    done = run(*command)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+@pytest.mark.parametrize("wanted", VERSIONS)
+def test_the_client_sees_what_it_knows(wanted: str, outcomes: dict[str, tuple[int, str]]):
+    code, told = outcomes[wanted]
+    assert code == 0, told[-6000:]

@@ -45,11 +45,10 @@ def asked(i: int) -> dict[str, Any]:
     }
 
 
-async def load(
-    url: str, seconds: float, memory: list[float], process: psutil.Process
-) -> list[tuple[int, Sample]]:
-    """What the clients got, each with the number of its request; resident memory is noted meanwhile."""
-    target = Target(Address.of(url), "/v1/chat/completions", True, {})
+async def load(server: Any, seconds: float) -> tuple[list[tuple[int, Sample]], list[int]]:
+    """What the clients got, each with the number of its request; and the server's memory meanwhile."""
+    target = Target(Address.of(server.url), "/v1/chat/completions", True, {})
+    memory: list[int] = []
     clock = since(time.perf_counter())
     found: list[tuple[int, Sample]] = []
 
