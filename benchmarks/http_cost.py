@@ -6,8 +6,8 @@
 Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
 streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
-cache. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the rounds; rounds
-alternate, since the speed of a shared machine drifts.
+cache. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the rounds;
+rounds alternate, since the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
