@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from qinfer.sampling_params import RequestOutputKind, SamplingParams
 def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(fake_llm)
     yield engine
-    assert engine.shutdown(10)
+    assert engine.shutdown()
 
 
 async def collect(engine: AsyncLLM, prompt: Any, request_id: str, **params: Any) -> list[RequestOutput]:
@@ -96,17 +95,16 @@ def test_mistakes_are_the_callers(engine):
 
 
 def test_cancelling_the_consumer_aborts(engine):
-    engine.llm.engine.seconds_per_step = 0.01
+    engine.llm.engine.hold = True
 
     async def cancelled() -> None:
         task = asyncio.create_task(collect(engine, [97], "c", max_tokens=200))
-        await asyncio.sleep(0.1)
+        while not engine.llm.engine.jobs:
+            await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        for _ in range(500):
-            if engine.llm.engine.aborted and not engine.stats.num_running:
-                break
+        while not engine.llm.engine.aborted or engine.stats.num_running:
             await asyncio.sleep(0.01)
 
     asyncio.run(cancelled())
@@ -147,10 +145,8 @@ def test_h14_death_reaches_everyone(engine, caplog):
     assert "RuntimeError" in str(engine.dead_error)
     assert "scripted failure" in caplog.text
     for late in (collect(engine, [97], "late"), engine.check_health()):
-        started = time.monotonic()
         with pytest.raises(EngineDeadError):
             asyncio.run(late)
-        assert time.monotonic() - started < 1
 
 
 def test_a_bug_in_add_is_a_death_too(engine, monkeypatch, caplog):
@@ -165,12 +161,13 @@ def test_a_bug_in_add_is_a_death_too(engine, monkeypatch, caplog):
 
 
 def test_shutdown_ends_requests_and_joins_the_thread(engine):
-    engine.llm.engine.seconds_per_step = 0.01
+    engine.llm.engine.hold = True
 
     async def stopped() -> None:
         task = asyncio.create_task(collect(engine, [97], "s", max_tokens=200))
-        await asyncio.sleep(0.05)
-        assert await asyncio.to_thread(engine.shutdown, 5)
+        while not engine.llm.engine.jobs:
+            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(engine.shutdown)
         with pytest.raises(EngineStoppedError):
             await task
         with pytest.raises(EngineStoppedError):

@@ -35,7 +35,7 @@ def url(llm: LLM, run_app: Any) -> Iterator[str]:
         with run_app(build_app(engine, ServerOptions(api_keys=["key"]))) as url:
             yield f"{url}/v1"
     finally:
-        assert engine.shutdown(10)
+        assert engine.shutdown()
 
 
 @pytest.fixture(scope="session")

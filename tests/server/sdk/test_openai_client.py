@@ -123,6 +123,7 @@ def test_echoed_logprobs_are_those_of_the_model(client, reference):
         (openai.BadRequestError, {"temperature": 3}),
         (openai.BadRequestError, {"messages": []}),
         (openai.BadRequestError, {"extra_body": {"top_k": "x"}}),
+        (openai.BadRequestError, {"extra_body": {"priority": 1}}),  # in order of arrival
         (openai.NotFoundError, {"model": "other"}),
         (
             openai.InternalServerError,
