@@ -17,6 +17,7 @@ from qinfer.calibrate.pipeline import QuantizeJob, fast_dtype, run
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
 from qinfer.checkpoint.names import layer_modules, linear_shape
+from qinfer.quant import W4A16, Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,16 @@ def within(job: QuantizeJob, budget: float) -> QuantizeJob:
     """The job with its worst units raised as far as `budget` bits per weight allow, or UserError."""
     config, scheme = job.source.config, job.recipe.scheme
     mix = within_budget(config, order_of(job), scheme, budget, job.storage.itemsize)
+    _say_who_reads(scheme)
     return replace(job, mix=mix)
+
+
+def _say_who_reads(scheme: Scheme) -> None:
+    if isinstance(scheme, W4A16) and not scheme.symmetric:
+        logger.warning(
+            "mixed precision with zero points is read by qinfer and vLLM; transformers with "
+            "compressed-tensors 0.18 or newer does not load it, but does with --sym"
+        )
 
 
 def order_of(job: QuantizeJob) -> list[Unit]:
@@ -63,6 +73,7 @@ def run_until(
     Ends with what was made last where all units are raised, or the next step would exceed `budget`.
     """
     order = order_of(job)
+    _say_who_reads(job.recipe.scheme)
     while True:
         report = run(job, progress=progress, extra_files=extra_files)
         if passes(report):

@@ -126,7 +126,7 @@ def quantization_config(
 
     Keys and values are those that readers from compressed-tensors 0.15 and vLLM on accept. `dequantize` is
     for transformers alone: with it asymmetric int4, whose packed zero points it does not load otherwise,
-    is unpacked at load.
+    is unpacked at load; it would unpack every group of a mixed model as the first, so there it is left out.
     """
     targets: dict[Scheme, list[str]] = {}
     for module, other in (exceptions or {}).items():
@@ -148,8 +148,8 @@ def quantization_config(
         "global_compression_ratio": None,
         "version": _VERSION,
     }
-    weights = [group["weights"] for group in groups.values()]
-    if any(w["num_bits"] == 4 and not w["symmetric"] for w in weights):
+    weights = groups["group_0"]["weights"]
+    if not mixed and weights["num_bits"] == 4 and not weights["symmetric"]:
         config["dequantize"] = True
     return config
 

@@ -84,10 +84,10 @@ def test_transformers_loads_it_whole_with_the_same_logits(scheme, tied, dtype, t
     assert error_ratio(logits, reference_logits(path, meant, scheme, dtype)) < 1e-5
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_transformers_loads_mixed_precision_whole(symmetric, tmp_path):
+def test_transformers_loads_mixed_precision_whole(tmp_path):
+    """Symmetric: zero points in a mixed model are read by qinfer and vLLM, and by no newer transformers."""
     path = tiny_model("llama", tmp_path / "source", **SIZES, head_dim=64)
-    source, base = open_checkpoint(path), W4A16(64, symmetric)
+    source, base = open_checkpoint(path), W4A16(64, symmetric=True)
     raised = {m: W8A16Int8() for m in all_modules(source.config) if ".0.self_attn." in m or "1.mlp.down" in m}
     writer, meant = CheckpointWriter(source, tmp_path / "out"), {}
     for module in all_modules(source.config):
