@@ -123,6 +123,8 @@ def evaluate(
 
 def _check(models: list[str], against: str | None, perplexity: Path | None, tasks: str | None) -> None:
     """UserError for options that do not go together."""
+    if against is None and len(models) > 1:
+        raise UserError("several models are compared with their source: give --against REF", "against")
     if against is None and perplexity is None and tasks is None:
         raise UserError(
             "give --against REF for a verdict, --tasks for results of MODEL alone, or --perplexity FILE for "
@@ -133,5 +135,3 @@ def _check(models: list[str], against: str | None, perplexity: Path | None, task
         raise UserError(
             "--perplexity is of one model alone: leave out --against REF and --tasks", "perplexity"
         )
-    if against is None and len(models) > 1:
-        raise UserError("several models are compared with their source: give --against REF", "against")
