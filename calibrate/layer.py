@@ -9,6 +9,7 @@ The walk's end is the next layer's input. A method that looks at weights alone w
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +27,16 @@ from qinfer.calibrate.mappings import Block
 from qinfer.calibrate.report import LayerReport
 from qinfer.calibrate.roundtrip import dequantized
 from qinfer.calibrate.search import Choice
-from qinfer.calibrate.stages import get_linear, set_linear, walk
+from qinfer.calibrate.stages import get_linear, set_linear, starved, walk
 from qinfer.calibrate.transform import Workbench, transform
 from qinfer.checkpoint.names import layer_groups, layer_prefix, linear_shape
 from qinfer.config import ModelConfig
 from qinfer.model.decoder import Layer
+from qinfer.model.experts import Experts
 from qinfer.model.linear import Linear
 from qinfer.quant import Scheme
+
+logger = logging.getLogger(__name__)
 
 ERROR_TOKENS = 2048  # tokens that the reported errors of outputs are measured on
 
@@ -88,6 +92,8 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
         layer = dense_layer(plan.config, plan.index, block, device=plan.device, dtype=plan.dtype)
         attends = [WatchedAttention(batch.num_sequences) for batch in batches]
         for group, inputs in walk(layer, batches, attends):
+            if group == "gate_up.0":
+                rounding.notes |= _starved_notes(plan.index, layer, inputs)
             rounding.group(group, Inputs(inputs), layer)
         maxima = head_maxima(attends)
     else:
@@ -128,6 +134,20 @@ def _transformed(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> lis
     )
     assert plan.transform is not None
     return transform(bench, block, plan.transform)
+
+
+def _starved_notes(index: int, layer: Layer, inputs: list[Tensor]) -> dict[str, str]:
+    """Names the experts that the calibration text did not reach, in the log and by group."""
+    assert isinstance(layer.mlp, Experts)
+    experts = starved(layer.mlp, inputs)
+    if experts:
+        logger.warning(
+            "layer %d: the router chose %d of %d experts for none of %d calibration tokens; they were "
+            "calibrated on all of them",
+            *(index, len(experts), len(layer.mlp.experts), sum(map(len, inputs))),
+        )
+    note = "chosen for no calibration token, calibrated on all of them"
+    return {f"{group}.{i}": note for i in experts for group in ("gate_up", "down")}
 
 
 class _Rounding:

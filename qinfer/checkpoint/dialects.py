@@ -23,6 +23,7 @@ _SURVEYS: dict[str, Survey] = {
     float8.FBGEMM: float8.survey_fbgemm,
     modelopt.METHOD: modelopt.survey,
 }
+_FP8_KV = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 SUPPORTED = ", ".join([METHOD, *_SURVEYS])
 
 
@@ -44,4 +45,7 @@ def read(raw: Mapping[str, Any] | None, folder: Folder) -> Quantization:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"quantization_config of {method} cannot be understood: {error}") from error
-    return Quantization(stored=agree(folder, stored), method=method)
+    kv_cache_scheme = raw.get("kv_cache_scheme")
+    if (raw.get("quantization") or raw).get("kv_cache_quant_algo") == "FP8":  # ModelOpt's older layout
+        kv_cache_scheme = kv_cache_scheme or dict(_FP8_KV)
+    return Quantization(stored=agree(folder, stored), method=method, kv_cache_scheme=kv_cache_scheme)

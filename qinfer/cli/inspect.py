@@ -36,6 +36,7 @@ def inspect(
             "num_bytes": checkpoint.num_bytes,
             "num_tensors": len(checkpoint.names()),
             "is_quantized": checkpoint.is_quantized,
+            "dialect": checkpoint.quantization.method if checkpoint.is_quantized else None,
             "kv_cache_scheme": checkpoint.quantization.kv_cache_scheme,
             "groups": _groups(checkpoint),
             "gate": _gate(checkpoint),
@@ -117,7 +118,8 @@ def _text(document: dict[str, Any]) -> str:
     gate = document["gate"]
     lines = [
         f"{document['path']}: {document['architecture']}, {document['num_layers']} layers, "
-        f"{document['dtype']}, {document['num_tensors']} tensors, {format_size(document['num_bytes'])}",
+        f"{document['dtype']}, {document['num_tensors']} tensors, {format_size(document['num_bytes'])}"
+        + (f", in the dialect of {document['dialect']}" if document["dialect"] else ""),
         "",
         table(("group", "scheme", "linears", "size", "bits per weight"), rows),
         "",

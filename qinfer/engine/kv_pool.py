@@ -68,9 +68,9 @@ def scales_in(checkpoint: Checkpoint) -> KVScales:
     found: dict[int, tuple[float, float]] = {}
     for i in range(checkpoint.config.num_layers):
         prefix = layer_prefix(checkpoint.config, i) + "self_attn."
-        present = [f"{prefix}{x}_scale" in names for x in "kv"]
-        if any(present):
-            found[i] = (_scale(checkpoint, f"{prefix}k_scale"), _scale(checkpoint, f"{prefix}v_scale"))
+        for k, v in (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale")):  # the latter: ModelOpt
+            if f"{prefix}{k}" in names or f"{prefix}{v}" in names:
+                found[i] = (_scale(checkpoint, prefix + k), _scale(checkpoint, prefix + v))
     return found
 
 

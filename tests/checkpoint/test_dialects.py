@@ -19,6 +19,7 @@ from transformers import LlamaForCausalLM
 from qinfer.checkpoint import awq, gptq
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
+from qinfer.engine.kv_pool import scales_in
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
@@ -301,3 +302,28 @@ def test_q21_settings_in_the_tools_own_file(name: str, file: str, tmp_path: Path
     module = folders.modules()[3]
     meant = checkpoint.scheme(module).dequantize(checkpoint.module(module))
     assert_means(meant, expected)
+
+
+@pytest.mark.parametrize("layout", ["config.json", "hf_quant_config.json"])
+def test_modelopts_kv_scales_are_read(layout: str, tmp_path: Path) -> None:
+    tensors, _, config = folders.vector("modelopt-random-fp8")
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    if layout == "config.json":
+        folder = folders.write_folder(tmp_path, tensors, {**config, "kv_cache_scheme": scheme})
+    else:
+        folder = folders.write_folder(tmp_path, tensors, None)
+        own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+        document = {"producer": config["producer"], "quantization": own}
+        (folder / layout).write_text(json.dumps(document))
+    scales = {
+        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.01 * (i + 1) * (1 + (x == "v")))
+        for i in range(2)
+        for x in "kv"
+    }
+    folders.change_tensors(folder, **scales)
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.quantization.kv_cache_scheme is not None
+    assert scales_in(checkpoint) == {
+        0: (pytest.approx(0.01), pytest.approx(0.02)),
+        1: (pytest.approx(0.02), pytest.approx(0.04)),
+    }
