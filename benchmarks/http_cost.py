@@ -7,7 +7,8 @@ Two engines of the same model, each in a process of its own, take turns on the s
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
 streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
 cache. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the rounds;
-rounds alternate, since the speed of a shared machine drifts.
+rounds alternate, since the speed of a shared machine drifts. Beside it stands the processor time per token of
+the process with the engine, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from qinfer import LLM, SamplingParams
@@ -39,9 +41,16 @@ from qinfer.bench.serving import Load, run
 COLUMNS = ("generate", "streams", "whole")
 
 
+class Rate(NamedTuple):
+    """One measurement: output tokens per second, and milliseconds of processor time for each."""
+
+    tokens_per_second: float
+    cpu_ms: float
+
+
 @contextmanager
-def server(model: str, words: Sequence[str]) -> Iterator[str]:
-    """A `qinfer serve` process; its URL."""
+def server(model: str, words: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+    """A `qinfer serve` process and its URL."""
     command = [sys.executable, "-m", "qinfer", "serve", model, "--port", "0", "--json", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
@@ -50,31 +59,37 @@ def server(model: str, words: Sequence[str]) -> Iterator[str]:
             lines.append(process.stdout.readline())
             assert lines[-1], "the server did not start"
         try:
-            yield str(json.loads("".join(lines))["url"])
+            yield str(json.loads("".join(lines))["url"]), psutil.Process(process.pid)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
 
 
-def generated(llm: LLM, prompts: Sequence[Prompt]) -> float:
-    """Output tokens per second of LLM.generate."""
-    params = [SamplingParams(temperature=0, max_tokens=p.output_len, ignore_eos=True) for p in prompts]
-    began = time.perf_counter()
-    outputs = llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
+def rate(process: psutil.Process, work: Callable[[], int]) -> Rate:
+    """Runs `work`, which returns how many tokens `process` has made for it."""
+    cpu, began = sum(process.cpu_times()[:2]), time.perf_counter()
+    tokens = work()
     seconds = time.perf_counter() - began
-    return sum(len(output.outputs[0].token_ids) for output in outputs) / seconds
+    return Rate(tokens / seconds, 1e3 * (sum(process.cpu_times()[:2]) - cpu) / tokens)
 
 
-def streamed(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], load: Load) -> float:
-    """Output tokens per second of streaming clients; every answer must be complete."""
+def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
+    """LLM.generate, all at once."""
+    params = [SamplingParams(temperature=0, max_tokens=p.output_len, ignore_eos=True) for p in prompts]
+    outputs = llm.generate([prompt.text for prompt in prompts], params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def streamed(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], load: Load) -> int:
+    """Streaming clients; every answer must be complete."""
     target = Target(Address.of(url), "/v1/completions", False, {})
-    samples, seconds = asyncio.run(run(target, prompts, load, fields))
+    samples, _ = asyncio.run(run(target, prompts, load, fields))
     assert all(sample.ok for sample in samples), [sample.error for sample in samples if not sample.ok][:3]
-    return sum(sample.output_len for sample in samples) / seconds
+    return sum(sample.output_len for sample in samples)
 
 
-def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: int) -> float:
-    """Output tokens per second of clients that wait for the whole answer."""
+def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: int) -> int:
+    """Clients that wait for the whole answer."""
     address, limit = Address.of(url), asyncio.Semaphore(clients)
 
     async def one(prompt: Prompt) -> int:
@@ -85,9 +100,7 @@ def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: 
     async def everyone() -> int:
         return sum(await asyncio.gather(*map(one, prompts)))
 
-    began = time.perf_counter()
-    tokens = asyncio.run(everyone())
-    return tokens / (time.perf_counter() - began)
+    return asyncio.run(everyone())
 
 
 def main() -> None:
@@ -109,24 +122,31 @@ def main() -> None:
     load = Load(dataset, max_concurrency=asked.clients)
     fields = {"temperature": 0, "ignore_eos": True}
     words = ["--max-num-seqs", str(asked.clients), "--no-enable-prefix-caching", "--allow-ungated"]
-    rounds: list[tuple[float, float, float]] = []
-    with server(asked.model, [*words, *asked.words]) as url:
+    rounds: list[tuple[Rate, Rate, Rate]] = []
+    me = psutil.Process()
+    with server(asked.model, [*words, *asked.words]) as (url, process):
         for number in range(asked.rounds + 1):  # the first warms up
             found = (
-                generated(llm, prompts),
-                streamed(url, prompts, fields, load),
-                whole(url, prompts, fields, asked.clients),
+                rate(me, lambda: generated(llm, prompts)),
+                rate(process, lambda: streamed(url, prompts, fields, load)),
+                rate(process, lambda: whole(url, prompts, fields, asked.clients)),
             )
             rounds += [found] if number else []
             told = zip(COLUMNS, found, strict=True)
-            print("  ".join(f"{name} {rate:8.1f}" for name, rate in told), flush=True)
+            texts = [f"{name} {one.tokens_per_second:8.1f}/s {one.cpu_ms:6.2f} ms" for name, one in told]
+            print("  ".join(texts), flush=True)
     ratios = {
-        name: statistics.median(row[i] / row[0] for row in rounds) for i, name in enumerate(COLUMNS) if i
+        name: {
+            "tokens_per_second": statistics.median(row[i][0] / row[0][0] for row in rounds),
+            "cpu_ms": statistics.median(row[i][1] / row[0][1] for row in rounds),
+        }
+        for i, name in enumerate(COLUMNS)
+        if i
     }
     setting = {name: value for name, value in vars(asked).items() if name != "out"}
     machine = machine_of(llm).name
     document = {"device": machine, "torch": torch.__version__, "date": date.today().isoformat(), **setting}
-    document |= {"columns": COLUMNS, "tokens_per_second": rounds, "median_ratio": ratios}
+    document |= {"columns": COLUMNS, "rounds": rounds, "median_ratio": ratios}
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

@@ -124,11 +124,17 @@ def test_name_that_leads_nowhere_is_one_line_naming_the_four_kinds(name: str) ->
 
 @pytest.mark.parametrize("name", ["", "  ", None, 123, "a\0b", ["a"]])
 def test_what_can_be_no_name_is_one_line(name: Any) -> None:
-    for find in (hub.resolve, hub.config_file):
+    for find in (hub.resolve, hub.config_file, hub.tokenizer_folder):
         with pytest.raises(UserError, match=r"model must be a name, not .*local folder") as caught:
             find(name)
         assert caught.value.parameter == "model"
         assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_fetched_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_from_hub", lambda fetch, *about: fetch.keywords["allow_patterns"])
+    whole = set(hub.resolve("org/name"))
+    assert whole - set(hub.tokenizer_folder("org/name")) == {"*.safetensors"}
 
 
 def test_file_of_another_kind(tmp_path: Path) -> None:
@@ -177,9 +183,10 @@ def test_without_a_network_a_cached_model_is_found(tmp_path: Path, offline: str)
     folder = tiny_model("llama", cached / "snapshots" / HASH)
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(HASH)
-    code = "from qinfer import hub\nprint(hub.resolve('org/name'), hub.config_file('org/name'))"
+    code = "from qinfer import hub\nname = 'org/name'\n"
+    code += "print(hub.resolve(name), hub.config_file(name), hub.tokenizer_folder(name))"
     done = in_a_fresh_process(WITHOUT_WAITING + code, CLOSED, tmp_path, HF_HUB_OFFLINE=offline)
-    assert (done.stdout, done.stderr) == (f"{folder} {folder / 'config.json'}\n", "")
+    assert (done.stdout, done.stderr) == (f"{folder} {folder / 'config.json'} {folder}\n", "")
 
 
 def test_a_hub_that_answers_is_asked_for_the_files_and_may_refuse(tmp_path: Path) -> None:
