@@ -90,7 +90,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--window", type=int, default=512, help="tokens of each")
     parser.add_argument("--out", type=Path, required=True, help="JSON document to add rows to")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 if __name__ == "__main__":

@@ -78,6 +78,9 @@ def test_a_verdict_can_be_signed_later(qinfer, source, keys, tmp_path):
     code, text, err = qinfer("generate", out, "-p", "hi", "--trust", public)
     assert (code, text) == (1, "")
     assert "is not to be trusted" in err
+    code, text, err = qinfer("serve", out, "--port", 0, "--trust", public)
+    assert (code, text, err.count("\n")) == (1, "", 1)
+    assert "is not to be trusted" in err
     assert qinfer("gate", out, "--sign", private, "--trust", public).code == 0
     assert qinfer("generate", out, "-p", "hi", "--max-tokens", 2, "--trust", public).code == 0
 
