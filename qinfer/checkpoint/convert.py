@@ -143,7 +143,10 @@ def _write(
         for suffix, tensor in tensors.items():
             writer.add(f"{module}.{suffix}", tensor)
     for name in sorted(left):
-        writer.add(name, source.tensor(name))
+        tensor = source.tensor(name)
+        if name.endswith(("k_proj.k_scale", "v_proj.v_scale")):  # ModelOpt's, which has them as scalars
+            name, tensor = name.replace("k_proj.k_", "k_").replace("v_proj.v_", "v_"), tensor.reshape(-1)
+        writer.add(name, tensor)
 
 
 def _in_float16(name: str, scale: Tensor, done: Conversion) -> Tensor:

@@ -16,10 +16,11 @@ from qinfer.checkpoint.convert import convert
 from qinfer.checkpoint.names import all_modules, router, unquantized
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.cli import main
+from qinfer.engine.kv_pool import scales_in
 from qinfer.errors import UserError
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
-from qinfer.quant import W4A16, Dense, Scheme, W4A16Ordered, W8A8Int8, W8A16Int8
+from qinfer.quant import W4A16, Dense, Scheme, W4A16Ordered, W8A8Fp8Static, W8A8Int8, W8A16Int8
 from qinfer.testing import MIXTURES, tiny_model
 
 EXACT = {  # what each dialect can hold
@@ -45,7 +46,10 @@ def quantized(
         if module not in all_modules(source.config) or module in dense:
             writer.add(name, source.tensor(name))
             continue
-        for suffix, tensor in scheme.quantize(source.tensor(name), dtype=getattr(torch, dtype)).items():
+        tensors = scheme.quantize(source.tensor(name), dtype=getattr(torch, dtype))
+        if isinstance(scheme, W8A8Fp8Static):
+            tensors = scheme.with_input_range(tensors, 8.0)
+        for suffix, tensor in tensors.items():
             writer.add(f"{module}.{suffix}", tensor)
     writer.finish(quantization_config(scheme, ignore=[*unquantized(source.config), *dense]))
     return open_checkpoint(folder / "quantized")
@@ -208,3 +212,30 @@ def test_experts_go_over_and_run(family: str, to: str, tmp_path: Path) -> None:
             hidden = decoder.forward(token_ids, token_ids, CausalAttention(1))
             logits.append(decoder.logits(hidden))
     assert torch.equal(*logits)
+
+
+def test_modelopt_goes_over_with_its_kv_scales(tmp_path: Path) -> None:
+    source = quantized(tmp_path, W8A8Fp8Static())
+    tensors = load_file(source.path / "model.safetensors")
+    for name in list(tensors):
+        if name.endswith(("weight_scale", "input_scale")):
+            tensors[name] = tensors[name].float().reshape(())
+    scales = {
+        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": torch.tensor(0.5) for i in range(2) for x in "kv"
+    }
+    save_file(tensors | scales, source.path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((source.path / "config.json").read_text())
+    raw["quantization_config"] = {
+        "quant_method": "modelopt",
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+    }
+    (source.path / "config.json").write_text(json.dumps(raw))
+    modelopt = open_checkpoint(source.path)
+    convert(modelopt, tmp_path / "ct", "compressed-tensors")
+    out = open_checkpoint(tmp_path / "ct")
+    assert_same(modelopt, out)
+    assert out.header("model.layers.0.mlp.up_proj.weight_scale") == ((1,), "F32")
+    assert out.header("model.layers.1.self_attn.v_scale") == ((1,), "F32")
+    assert scales_in(out) == scales_in(modelopt) == {0: (0.5, 0.5), 1: (0.5, 0.5)}
+    assert out.quantization.kv_cache_scheme == modelopt.quantization.kv_cache_scheme
