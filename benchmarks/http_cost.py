@@ -1,7 +1,8 @@
 """What HTTP costs: the same prompts through `LLM.generate` and through a server, turn by turn.
 
     python benchmarks/http_cost.py MODEL [--clients 64] [--prompts 128] [--input-len 64] [--output-len 64]
-                              [--rounds 5] [--out FILE] [-- OPTIONS of qinfer serve]
+                              [--rounds 5] [--out FILE]
+                              [--load-format dummy --scheme S --tokenizer DIR --gpu-memory-utilization 0.45]
 
 Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
@@ -39,6 +40,10 @@ from qinfer.bench.sample import Target
 from qinfer.bench.serving import Load, run
 
 COLUMNS = ("generate", "streams", "whole")
+ENGINE = {
+    **dict.fromkeys(("load_format", "scheme", "tokenizer", "kv_cache_dtype"), str),
+    "gpu_memory_utilization": float,
+}
 
 
 class Rate(NamedTuple):
@@ -103,8 +108,8 @@ def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: 
     return asyncio.run(everyone())
 
 
-def main() -> None:
-    """Measures and prints a table, then one JSON document."""
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,40 +118,53 @@ def main() -> None:
     sizes = {"clients": 64, "prompts": 128, "input-len": 64, "output-len": 64, "rounds": 5}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("words", nargs="*", help="options of qinfer serve, after --")
-    asked = parser.parse_args()
+    for name, kind in ENGINE.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=kind, help="of both engines, as `qinfer serve` has it")
+    return parser.parse_args()
+
+
+def measured(asked: argparse.Namespace, llm: LLM, words: Sequence[str]) -> Iterator[Sequence[Rate]]:
+    """One rate for each of COLUMNS, round after round; the first round, which warms up, is not among them."""
     dataset = Dataset(num_prompts=asked.prompts, input_len=asked.input_len, output_len=asked.output_len)
-    llm = LLM(asked.model, max_num_seqs=asked.clients, enable_prefix_caching=False, allow_ungated=True)
     tokenizer = llm.get_tokenizer()
-    prompts = texts_of(dataset.draw(llm.config.vocab_size, tokenizer), tokenizer, 0)
+    prompts = texts_of(dataset.draw(tokenizer.vocab_size, tokenizer), tokenizer, dataset.seed)
     load = Load(dataset, max_concurrency=asked.clients)
     fields = {"temperature": 0, "ignore_eos": True}
-    words = ["--max-num-seqs", str(asked.clients), "--no-enable-prefix-caching", "--allow-ungated"]
-    rounds: list[tuple[Rate, Rate, Rate]] = []
     me = psutil.Process()
-    with server(asked.model, [*words, *asked.words]) as (url, process):
-        for number in range(asked.rounds + 1):  # the first warms up
+    with server(asked.model, words) as (url, process):
+        for number in range(asked.rounds + 1):
             found = (
                 rate(me, lambda: generated(llm, prompts)),
                 rate(process, lambda: streamed(url, prompts, fields, load)),
                 rate(process, lambda: whole(url, prompts, fields, asked.clients)),
             )
-            rounds += [found] if number else []
-            told = zip(COLUMNS, found, strict=True)
-            texts = [f"{name} {one.tokens_per_second:8.1f}/s {one.cpu_ms:6.2f} ms" for name, one in told]
-            print("  ".join(texts), flush=True)
+            if number:
+                yield found
+
+
+def main() -> None:
+    """Measures and prints a table, then one JSON document."""
+    asked = arguments()
+    chosen = {name: value for name in ENGINE if (value := getattr(asked, name)) is not None}
+    words = ["--max-num-seqs", str(asked.clients), "--no-enable-prefix-caching", "--allow-ungated"]
+    for name, value in chosen.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    limits: dict[str, Any] = {"max_num_seqs": asked.clients, "enable_prefix_caching": False, **chosen}
+    llm = LLM(asked.model, allow_ungated=True, **limits)
+    rounds = []
+    for found in measured(asked, llm, words):
+        rounds.append(found)
+        told = zip(COLUMNS, found, strict=True)
+        print("  ".join(f"{name} {one.tokens_per_second:8.1f}/s {one.cpu_ms:6.2f} ms" for name, one in told))
     ratios = {
-        name: {
-            "tokens_per_second": statistics.median(row[i][0] / row[0][0] for row in rounds),
-            "cpu_ms": statistics.median(row[i][1] / row[0][1] for row in rounds),
-        }
+        f"{name} {key}": statistics.median(row[i][k] / row[0][k] for row in rounds)
         for i, name in enumerate(COLUMNS)
-        if i
+        for k, key in enumerate(Rate._fields)
     }
     setting = {name: value for name, value in vars(asked).items() if name != "out"}
-    machine = machine_of(llm).name
-    document = {"device": machine, "torch": torch.__version__, "date": date.today().isoformat(), **setting}
-    document |= {"columns": COLUMNS, "rounds": rounds, "median_ratio": ratios}
+    machine = {"device": machine_of(llm).name, "torch": torch.__version__, "date": date.today().isoformat()}
+    document = {**machine, **setting, "columns": COLUMNS, "rounds": rounds, "median_ratio": ratios}
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps(document))

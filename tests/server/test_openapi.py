@@ -28,7 +28,7 @@ from qinfer.server.options import ServerOptions
 from qinfer.testing import tiny_model
 
 CONTEXT = 192  # no answer is long
-EXAMPLES = 12  # for each route, and as many wrong ones
+EXAMPLES = 8  # for each route, and as many wrong ones
 REQUIRED = ("prompt", "messages", "input", "tokens")
 CHECKS = (status_code_conformance, content_type_conformance, response_schema_conformance)
 

