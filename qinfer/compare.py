@@ -28,21 +28,18 @@ from qinfer import env
 from qinfer.backend import describe, model_device
 from qinfer.blame import find_blame
 from qinfer.errors import UserError, check_counts
-from qinfer.evals import fidelity, text
-from qinfer.evals.answers import Pair
-from qinfer.evals.budget import Stream, gather
+from qinfer.evals import text
+from qinfer.evals.budget import gather
 from qinfer.evals.examples import kl_quantiles, moved, regressions
-from qinfer.evals.gate import GateResult, Measure, Verdict, decide
-from qinfer.evals.paired import TaskResult
+from qinfer.evals.gate import GateResult, Verdict, decide
 from qinfer.evals.store import Store
 from qinfer.evals.tasks import Task, load_tasks
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
-from qinfer.evidence import Answerer, TaskStream, TextStream
-from qinfer.reading import Bar, OpenModel, Reader, Serving, name_of, read_text, scores_of
+from qinfer.reading import OpenModel, Serving, name_of, read_text
+from qinfer.streams import Streams
 from qinfer.tokenizer import Tokenizer
 
 WINDOW = 512  # tokens; the standard profile is 32 such windows
-FLOOR_WINDOWS = 8  # the first ones, for the noise floor
 FLOAT32_PARAMETERS = 2_000_000_000  # a source up to this size is the reference in float32
 
 
@@ -177,7 +174,7 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
         return GateResult(verdict, tuple(reasons), (), settings)
     ids = [window.token_ids for window in windows]
     with comparison.opened_store() as store:
-        streams = _Streams(comparison, limits, ids, tasks, store, progress)
+        streams = Streams(comparison, limits, ids, tasks, store, progress)
         found = gather(streams.all, comparison.budget)
         floor = streams.noise_floor()
     scored = sum(map(len, ids[: len(streams.text.scores)]))
@@ -216,62 +213,6 @@ def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iter
     if text_file is None:
         return text.reference_windows(tokenizer, length)
     return text.text_windows(tokenizer, read_text(text_file), length)
-
-
-class _Streams:
-    """The evidence of one comparison."""
-
-    def __init__(
-        self,
-        comparison: Comparison,
-        limits: Limits,
-        windows: Sequence[Sequence[int]],
-        tasks: Sequence[Task],
-        store: Store,
-        progress: bool,
-    ) -> None:
-        source, serving, seed = comparison.source, comparison.serving, comparison.seed
-        length = max(map(len, windows))
-        self._reference = Reader(source, comparison.reference, length, store)
-        self._candidate = Reader(comparison.candidate, serving, length)
-        self._alike = Reader(source, Serving(serving.dtype, name_of(serving.dtype)), length)
-        self._windows, self._store, self._bar, self._seed = windows, store, Bar(progress), seed
-        self.text = TextStream(
-            self._reference, self._candidate, windows, limits, store, seed=seed, bar=self._bar
-        )
-        self._tasks: TaskStream | None = None
-        if comparison.questions and tasks:
-            self._tasks = TaskStream(
-                Answerer(self._alike, store, progress=progress),
-                Answerer(self._candidate, store, progress=progress),
-                tasks,
-                limits.accuracy_lost,
-                limit=comparison.questions.limit,
-                seed=seed,
-            )
-
-    @property
-    def all(self) -> list[Stream]:
-        """Cheap ones first."""
-        return [self.text, *([] if self._tasks is None else [self._tasks])]
-
-    @property
-    def pairs(self) -> list[Pair]:
-        """Answers to all questions that were asked."""
-        return [] if self._tasks is None else self._tasks.pairs
-
-    def results(self) -> list[TaskResult]:
-        """Task by task."""
-        return [] if self._tasks is None else self._tasks.results()
-
-    def noise_floor(self) -> tuple[Measure, ...]:
-        """What the serving dtype alone changes, where it is not the reference's."""
-        windows = self._windows[: min(FLOOR_WINDOWS, len(self.text.scores))]
-        if self._alike.serving.dtype == self._reference.serving.dtype or not windows:
-            return ()
-        self._candidate.unload()  # the source as served takes its place in memory
-        floor = scores_of(self._reference, self._alike, windows, self._store, self._bar)
-        return fidelity.noise_floor(floor, seed=self._seed)
 
 
 def _settings(

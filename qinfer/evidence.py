@@ -9,6 +9,7 @@ sample of all.
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -63,9 +64,11 @@ class TextStream:
         self.least = min(MIN_WINDOWS, len(windows))
 
     def extend(self, upto: int) -> int:
-        """Reads on until so many windows are scored."""
+        """Reads on until so many windows are scored; both models are unloaded then."""
         fresh = self._windows[len(self.scores) : upto]
         self.scores += scores_of(*self._readers, fresh, self._store, self._bar)
+        for reader in self._readers:
+            reader.unload()
         return len(self.scores)
 
     def measures(self, confidence: float) -> tuple[Measure, ...]:
@@ -187,7 +190,7 @@ class Answerer:
     def unload(self) -> None:
         """Frees the model."""
         self._scorer = None
-        self._reader.unload()
+        gc.collect()
 
     def _ask(self, blocks: Sequence[_Block]) -> list[Item]:
         """Of one task."""

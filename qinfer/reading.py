@@ -55,6 +55,11 @@ class OpenModel:
         """Numbers in the weight tensors (of a dense checkpoint)."""
         return sum(math.prod(self.checkpoint.header(name)[0]) for name in self.checkpoint.names())
 
+    @cached_property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 (hex) of the files that a certificate covers, as they are when first asked for."""
+        return hash_files(self.checkpoint.path)
+
     def schemes(self) -> dict[str, str]:
         """Label -> name of each scheme that a linear has."""
         schemes = [self.checkpoint.scheme(module) for module in all_modules(self.checkpoint.config)]
@@ -110,7 +115,7 @@ class Reader:
         device = model_device()
         on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return key_of(
-            files=hash_files(self.model.checkpoint.path),
+            files=self.model.hashes,
             serving=self.serving.to_dict(),
             device=[on, env.backend()],
             code=[code_digest(), torch.__version__],
