@@ -352,7 +352,7 @@ def _made_before(folder: Path, call: dict[str, Any], *, overwrite: bool) -> Quan
 def _certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> GateResult:
     """Judges, and writes certificate and report beside a candidate that needs them to be served."""
     checkpoint = comparison.candidate.checkpoint
-    hashes = certificate.hash_files(checkpoint.path)
+    hashes = comparison.candidate.hashes  # before anything is loaded
     result = compare.judge(comparison, progress=progress)
     if checkpoint.is_quantized:
         document = result.to_dict()
