@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+import qinfer
 from qinfer.calibrate import health
 from qinfer.calibrate.block import Batch, embed_batches, load_block
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calibration_sequences
+from qinfer.calibrate.journal import Journal
 from qinfer.calibrate.kv_scales import SIDECAR, check_kind, kv_cache_scheme, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.mixing import average_bits
@@ -40,9 +42,9 @@ from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, layer_tensors
-from qinfer.checkpoint.writer import CheckpointWriter
+from qinfer.checkpoint.writer import CheckpointWriter, check_out
 from qinfer.env import cpu_features
-from qinfer.errors import UserError
+from qinfer.errors import CheckpointError, UserError
 from qinfer.quant import Scheme
 from qinfer.tokenizer import Tokenizer
 
@@ -71,6 +73,8 @@ class QuantizeJob:
     kv_scales: str | None = None  # one of kv_scales.KV_SCALES
     mix: Mapping[Unit, Scheme] = field(default_factory=dict)  # units that have a scheme of their own
     costs: Mapping[Unit, float] = field(default_factory=dict)  # KL of each unit alone, where it was measured
+    seed: int = DEFAULT_SEED
+    resume: bool = True  # whether to go on with what the same command left unfinished
 
     @property
     def storage(self) -> torch.dtype:
@@ -78,6 +82,30 @@ class QuantizeJob:
         dtype = getattr(torch, self.source.config.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    @property
+    def activations(self) -> torch.dtype:
+        """The dtype of activations while calibrating."""
+        return self.dtype or fast_dtype()
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides a bit of the result, for JSON."""
+        stats = {file.name: file.stat() for file in self.source.weight_files}
+        return {
+            "qinfer": qinfer.__version__,
+            "torch": torch.__version__,
+            "source": str(self.source.path.resolve()),
+            "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+            "read as": type(self.source).__name__,
+            "scheme": self.recipe.scheme.label,
+            "method": self.recipe.method,
+            "ranges": self.recipe.ranges,
+            "seed": self.seed,
+            "activations": str(self.activations).removeprefix("torch."),
+            "kv_scales": self.kv_scales,
+            "calibration": None if self.data is None else self.data.record(),
+            "mix": {unit_name(unit): scheme.label for unit, scheme in sorted(self.mix.items())},
+        }
 
     def scheme_of(self, index: int, group: str) -> Scheme:
         """The scheme of one group of one layer."""
@@ -116,6 +144,7 @@ def prepare(
     max_seq_len: int | None = None,
     seed: int = DEFAULT_SEED,
     overwrite: bool = False,
+    resume: bool = True,
     generate: Generate | None = None,
     progress: bool = True,
 ) -> QuantizeJob:
@@ -138,7 +167,7 @@ def prepare(
     check_kind(kv_scales)
     for note in recipe.notes:
         logger.warning(note)
-    CheckpointWriter(source, out, overwrite=overwrite).abort()  # refuses now what it would refuse later
+    check_out(source, out, overwrite=overwrite)  # refuses now what it would refuse later
     context = source.config.context_len
     if max_seq_len is not None and max_seq_len > context:
         raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
@@ -154,7 +183,7 @@ def prepare(
         )
     elif calibration is not None:
         logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
-    return QuantizeJob(source, out, recipe, data, overwrite, kv_scales=kv_scales)
+    return QuantizeJob(source, out, recipe, data, overwrite, kv_scales=kv_scales, seed=seed, resume=resume)
 
 
 def _rotated(source: Checkpoint, seed: int) -> tuple[Checkpoint, str]:
@@ -168,55 +197,67 @@ def _rotated(source: Checkpoint, seed: int) -> tuple[Checkpoint, str]:
 def run(
     job: QuantizeJob, *, progress: bool = True, extra_files: Mapping[str, str] | None = None
 ) -> QuantizeReport:
-    """Quantizes, writes and checks; nothing is left behind unless all of it succeeds.
+    """Quantizes, writes and checks; `out` appears when all of it succeeds, whole.
 
-    `extra_files` are texts by name that appear together with the checkpoint. Raises CheckpointError for
-    weights that cannot be quantized and a result that cannot be served, UserError where memory does not
-    suffice.
+    A run that is stopped after a layer leaves its journal, and the same job goes on from there; faults of the
+    weights leave nothing. `extra_files` are texts by name that appear together with the checkpoint. Raises
+    CheckpointError for weights that cannot be quantized and a result that cannot be served, UserError where
+    memory does not suffice, and where another job's unfinished work is in the way.
     """
-    writer = CheckpointWriter(job.source, job.out, overwrite=job.overwrite)
+    writer = CheckpointWriter(job.source, job.out, overwrite=job.overwrite, keep=job.resume)
+    journal = Journal(writer.folder, job.identity())
     try:
         with torch.inference_mode():
-            return _run(job, writer, progress, extra_files or {})
-    except (MemoryError, RuntimeError) as error:
+            return _run(job, writer, journal, progress, extra_files or {})
+    except BaseException as error:
+        if isinstance(error, CheckpointError) or not journal.done:
+            writer.abort()
+        else:
+            finished = f"{len(journal.done)} of {job.source.config.num_layers}"
+            logger.warning("stopped with %s layers finished: the same command goes on from there", finished)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
             raise UserError(
                 "memory does not suffice for this calibration: lower num_samples or max_seq_len",
                 "num_samples",
             ) from error
         raise
-    finally:
-        writer.abort()  # does nothing after finish
 
 
 def _run(
-    job: QuantizeJob, writer: CheckpointWriter, progress: bool, extra_files: Mapping[str, str]
+    job: QuantizeJob,
+    writer: CheckpointWriter,
+    journal: Journal,
+    progress: bool,
+    extra_files: Mapping[str, str],
 ) -> QuantizeReport:
     config, scheme = job.source.config, job.recipe.scheme
-    start = time.perf_counter()
-    written: set[str] = set()
+    start = time.perf_counter() - journal.seconds
 
     def write(name: str, tensor: Tensor) -> None:
         health.check_finite(name, tensor)
         writer.add(name, tensor)
-        written.add(name)
 
-    dtype = job.dtype or fast_dtype()
     batches: list[Batch] = []
     if job.data is not None:
         batches = embed_batches(
-            job.source, job.data.sequences, search_tokens=SEARCH_TOKENS, device=_CPU, dtype=dtype
+            job.source, job.data.sequences, search_tokens=SEARCH_TOKENS, device=_CPU, dtype=job.activations
         )
-    layers: list[QuantizedLayer] = []
-    for index in tqdm(range(config.num_layers), f"{scheme.label}, {job.recipe.method}", disable=not progress):
-        layer = _quantize_layer(job, index, batches, dtype)
+    states = {"hidden": batches}
+    writer.restore(journal.pieces)
+    journal.restore(states, last=len(journal.done) == config.num_layers)
+    label = f"{scheme.label}, {job.recipe.method}"
+    left = range(len(journal.done), config.num_layers)
+    for index in tqdm(left, label, config.num_layers, initial=len(journal.done), disable=not progress):
+        layer = _quantize_layer(job, index, batches)
         for name, tensor in layer.tensors.items():
             write(name, tensor)
-        layers.append(layer._replace(tensors={}))
+        seconds = time.perf_counter() - start
+        journal.record(layer.report, writer.commit(), states, seconds=seconds, last=index == left[-1])
+    layers = journal.done
     in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
     for name in sorted(job.source.names() - in_layers):
         write(name, job.source.tensor(name))
-    health.check_complete(_expected_names(job), written)
+    health.check_complete(_expected_names(job), writer.names)
     result = QuantizeReport(
         scheme=scheme.label,
         method=job.recipe.method,
@@ -226,19 +267,22 @@ def _run(
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
         average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
-        mix={_named(unit): other.label for unit, other in job.mix.items()},
-        sensitivity={_named(unit): cost for unit, cost in job.costs.items()},
+        mix={unit_name(unit): other.label for unit, other in job.mix.items()},
+        sensitivity={unit_name(unit): cost for unit, cost in job.costs.items()},
         kv_scales=job.kv_scales,
-        layers=tuple(layer.report for layer in layers),
+        layers=tuple(layers),
     )
     files = {FILE_NAME: result.to_json(), **extra_files}
     if job.kv_scales == "int8-head":
-        files[SIDECAR] = sidecar({i: layer.kv_maxima for i, layer in enumerate(layers)})
+        files[SIDECAR] = sidecar(
+            {i: {x: torch.tensor(of) for x, of in layer.kv_absmax.items()} for i, layer in enumerate(layers)}
+        )
     writer.finish(_configuration(job), files)
     return result
 
 
-def _named(unit: Unit) -> str:
+def unit_name(unit: Unit) -> str:
+    """A unit in words."""
     return f"layer {unit[0]} {unit[1]}"
 
 
@@ -261,7 +305,7 @@ def _configuration(job: QuantizeJob) -> dict[str, Any]:
     )
 
 
-def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch], dtype: torch.dtype) -> QuantizedLayer:
+def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> QuantizedLayer:
     """The quantized layer, its tensors by full name; the batches move on through it."""
     config, recipe = job.source.config, job.recipe
     plan = LayerPlan(
@@ -273,7 +317,7 @@ def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch], dtype: t
         recipe.by_gptq,
         job.storage,
         _CPU,
-        dtype,
+        job.activations,
     )
     layer = quantize_layer(plan, load_block(job.source, index), batches)
     named = {plan.prefix + name: tensor for name, tensor in layer.tensors.items()}

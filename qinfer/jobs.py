@@ -91,6 +91,7 @@ def quantize(
     gate: bool = True,
     profile: str = "standard",
     overwrite: bool = False,
+    resume: bool = True,
     sign: str | Path | None = None,
     valid_days: int | None = None,
     revision: str | None = None,
@@ -99,15 +100,16 @@ def quantize(
 ) -> QuantizeResult:
     """Writes a quantized checkpoint of `model` to `out` and has the gate judge it, as it will be served.
 
-    Where an earlier call with the same arguments was stopped while it judged, only the judging is done again,
-    with `overwrite` too. With a `budget`, average bits per weight, the units that do most damage get 8 bits;
-    with `until_gate` more and more of them do until the gate passes it. `sign` and `valid_days` are for the
-    certificate, as in `evaluate`.
+    Where an earlier call with the same arguments was stopped, this one goes on behind the last layer that is
+    finished, unless told not to `resume`; where all were, only the judging is done again, with `overwrite`
+    too. With a `budget`, average bits per weight, the units that do most damage get 8 bits; with `until_gate`
+    more and more of them do until the gate passes it. `sign` and `valid_days` are for the certificate, as in
+    `evaluate`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
     check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
-    check_flags(until_gate=until_gate, rotate=rotate)
+    check_flags(until_gate=until_gate, rotate=rotate, resume=resume)
     if until_gate and not gate:
         raise UserError("until_gate raises units until the gate passes: it cannot go without", "until_gate")
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
@@ -148,6 +150,7 @@ def quantize(
             source.tokenizer,
             folder,
             overwrite=overwrite,
+            resume=resume,
             progress=progress,
             mixing=mixing,
             **settings,

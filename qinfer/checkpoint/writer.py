@@ -2,14 +2,15 @@
 
 What serving needs beside the weights (tokenizer, chat template, generation config with every EOS id) goes
 along from the source; config.json is the source's with another `quantization_config`. Everything is written
-to `OUT.partial`, opened and checked there as any reader would, and only then named `OUT`.
+to `OUT.partial`, opened and checked there as any reader would, and only then named `OUT`. Whoever keeps a
+record of what he committed there can go on after the process was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.files import companions, write_json
-from qinfer.checkpoint.shards import MAX_SHARD_BYTES, ShardWriter
+from qinfer.checkpoint.shards import MAX_SHARD_BYTES, Piece, ShardWriter
 from qinfer.errors import UserError
 
 # what a folder may hold that is replaced: a checkpoint's files, and the reports that qinfer puts beside them
@@ -30,6 +31,7 @@ _CHECKPOINT_FILES = (
     "*.txt",
     "*.md",
     "*.tiktoken",
+    "qinfer_*.html",
     "additional_chat_templates",
 )
 
@@ -37,6 +39,7 @@ _CHECKPOINT_FILES = (
 class CheckpointWriter:
     """Fills `OUT.partial` tensor by tensor; `finish` makes it `OUT`, `abort` removes it.
 
+    With `keep` what an earlier writer left in `OUT.partial` stays, to be taken over by `restore`.
     Raises UserError at once when `out` cannot be written, when it exists and is not an empty folder, and
     when `overwrite` would delete anything but the files of a checkpoint: the source, a folder around it, or
     what somebody else keeps there.
@@ -49,21 +52,46 @@ class CheckpointWriter:
         *,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         overwrite: bool = False,
+        keep: bool = False,
     ) -> None:
         self._source = source
         self._new_parents: list[Path] = []
         try:
             self._out = Path(out).resolve()
             _check_free(self._out, source.path.resolve(), overwrite)
-            self._partial = self._out.with_name(self._out.name + ".partial")
+            self._partial = partial_folder(out)
             self._new_parents = [folder for folder in self._out.parents if not folder.exists()]
-            shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
-            self._partial.mkdir(parents=True)
+            if not keep:
+                shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
+            self._partial.mkdir(parents=True, exist_ok=keep)
         except OSError as error:
             self._undo_parents()
             reason = error.strerror or str(error)
             raise UserError(f"{out} cannot be written ({reason}): choose another folder", "out") from None
         self._shards = ShardWriter(self._partial, max_shard_bytes)
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is until `finish`."""
+        return self._partial
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the tensors that were added."""
+        return self._shards.names
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors that were added."""
+        return self._shards.total_bytes
+
+    def restore(self, pieces: Sequence[Piece]) -> None:
+        """Goes on behind what an earlier writer had committed; CheckpointError where a file of it is gone."""
+        self._shards.restore(pieces)
+
+    def commit(self) -> list[Piece]:
+        """Makes what was added survive a kill or a power cut; says what `restore` wants to know."""
+        return self._shards.commit()
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes one tensor under its full name; each name once, dtype and shape as they are to be stored."""
@@ -74,7 +102,8 @@ class CheckpointWriter:
     ) -> None:
         """Completes the folder; `extra_files` are texts by file name (reports).
 
-        Raises CheckpointError, and leaves no output, when a tensor that the model needs was not added.
+        What begins with a dot in `folder` is somebody's record of the work and is removed. Raises
+        CheckpointError, and leaves no output, when a tensor that the model needs was not added.
         """
         self._shards.finish()
         write_json(self._partial / "config.json", _config(self._source.raw_config, quantization_config))
@@ -86,9 +115,11 @@ class CheckpointWriter:
             (self._partial / name).write_text(text, encoding="utf-8")
         try:
             open_checkpoint(self._partial)
-        except BaseException:
+        except Exception:
             self.abort()
             raise
+        for record in self._partial.glob(".*"):
+            shutil.rmtree(record)
         self._replace_out()
 
     def abort(self) -> None:
@@ -115,6 +146,20 @@ class CheckpointWriter:
                     old.rename(self._out)
         else:
             self._partial.rename(self._out)
+
+
+def partial_folder(out: Path) -> Path:
+    """Where `out` is made."""
+    out = out.resolve()
+    return out.with_name(out.name + ".partial")
+
+
+def check_out(source: Checkpoint, out: Path, *, overwrite: bool) -> None:
+    """Raises the UserError that a writer would raise at its start; leaves everything as it is."""
+    kept = partial_folder(out).exists()
+    writer = CheckpointWriter(source, out, overwrite=overwrite, keep=True)
+    if not kept:
+        writer.abort()
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:

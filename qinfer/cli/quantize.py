@@ -92,6 +92,13 @@ def quantize(
             "it goes on with judging.",
         ),
     ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--no-resume",
+            help="Go on behind the last layer that this very command finished before it was stopped.",
+        ),
+    ] = True,
     sign: SignOption = None,
     valid_days: ValidDaysOption = None,
     revision: RevisionOption = None,
@@ -122,6 +129,7 @@ def quantize(
                 gate=gate,
                 profile=profile,
                 overwrite=overwrite,
+                resume=resume,
                 sign=sign,
                 valid_days=valid_days,
                 revision=revision,

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: one line, exit code 130, nothing half-written; the same command works afterwards."""
+"""Ctrl-C at any moment: one line, exit code 130, no half of a model; the same command works afterwards."""
 
 import json
 import os
@@ -46,22 +46,25 @@ def interrupted_in(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call"),
+    ("owner", "name", "call", "left"),
     [
-        (pipeline, "_quantize_layer", 2),
-        (writer.CheckpointWriter, "add", 20),
-        (writer, "open_checkpoint", 1),  # the last look before the folder gets its name
+        (pipeline, "_quantize_layer", 1, []),
+        (writer.CheckpointWriter, "add", 5, []),
+        (pipeline, "_quantize_layer", 2, ["b.partial"]),
+        (writer.CheckpointWriter, "add", 30, ["b.partial"]),
+        (writer, "open_checkpoint", 1, ["b.partial"]),  # the last look before the folder gets its name
     ],
 )
-def test_quantize_leaves_nothing_and_works_afterwards(
-    qinfer, source, tmp_path, interrupted_in, owner, name, call
+def test_quantize_leaves_what_is_finished_and_works_afterwards(
+    qinfer, source, tmp_path, interrupted_in, owner, name, call, left
 ):
     command = ("quantize", source, "--scheme", "w8a16-int8", "--out", tmp_path / "a" / "b", "--no-gate")
     interrupted_in(owner, name, call)
     code, out, err = qinfer(*command)
     assert (code, out) == (130, "")
     assert err.splitlines()[-1] == "qinfer: interrupted"
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.glob("a/*")] == left
+    assert left or list(tmp_path.iterdir()) == []
     assert qinfer(*command).code == 0
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
@@ -72,7 +75,7 @@ def test_overwriting_keeps_the_old_one_until_the_new_one_is_whole(qinfer, source
     before = (tmp_path / "out" / "quantize_report.json").read_text()
     interrupted_in(writer, "open_checkpoint", 1)
     assert qinfer(*command, "--overwrite").code == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
     assert (tmp_path / "out" / "quantize_report.json").read_text() == before
 
 
@@ -201,4 +204,4 @@ def test_a_process_ends_within_seconds_without_a_traceback(source, tmp_path):
     assert (process.returncode, out) == (130, b""), err.decode()
     assert err.splitlines()[-1] == b"qinfer: interrupted"
     assert b"Traceback" not in said + err
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "out").exists()

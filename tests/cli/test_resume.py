@@ -1,0 +1,54 @@
+"""The command killed in the middle, and the same command again."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from qinfer.calibrate.journal import begun
+from qinfer.testing import tiny_model
+
+LAYERS = 3
+TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." for i in range(6)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return tiny_model("qwen3", tmp_path_factory.mktemp("resume") / "source", num_hidden_layers=LAYERS)
+
+
+_KILLED = """
+import os, signal, sys
+from qinfer.calibrate import pipeline
+from qinfer.cli import main
+real, calls = pipeline._quantize_layer, []
+
+def killed(*arguments):
+    calls.append(1)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments)
+
+pipeline._quantize_layer = killed
+main(sys.argv[1:])
+"""
+
+
+def test_sigkill_of_the_command_and_the_same_command_again(qinfer, source, tmp_path):
+    (tmp_path / "text.txt").write_text("\n\n".join(TEXT))
+    command = ["quantize", str(source), "--scheme", "awq", "--no-gate", "--num-samples", "4"]
+    command += ["--calibration", str(tmp_path / "text.txt"), "--max-seq-len", "16", "--out"]
+    out, whole = str(tmp_path / "out"), str(tmp_path / "whole")
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *command, out], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert begun(tmp_path / "out.partial")
+    other = qinfer(*command, out, "--seed", 7)
+    assert other.code == 2
+    assert "unfinished work of another command (seed was 42, is now 7)" in other.stderr
+    again = qinfer(*command, out, "--json")
+    assert len(json.loads(again.stdout)["report"]["layers"]) == LAYERS
+    assert qinfer(*command, whole).code == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
+    assert weights[0] == weights[1]
