@@ -102,6 +102,12 @@ class SamplingParams:
         """An independent copy."""
         return copy.deepcopy(self)
 
+    def chosen(self) -> dict[str, Any]:
+        """The fields that differ from the defaults."""
+        plain = type(self)()
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value != getattr(plain, name)}
+
     @property
     def greedy(self) -> bool:
         """Whether each token is the one with the largest logit."""

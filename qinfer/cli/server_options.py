@@ -43,6 +43,10 @@ QueuedTokensOption = Annotated[
 ShutdownTimeoutOption = Annotated[
     float, typer.Option(min=0.0, help="Seconds that requests have to end after SIGTERM or Ctrl-C.")
 ]
+LogAnswersOption = Annotated[bool, typer.Option("--access-log", help="A line in the log for every answer.")]
+LogRequestsOption = Annotated[
+    bool, typer.Option("--enable-log-requests", help="Prompts and parameters in the log: else in none.")
+]
 SchedulingPolicyOption = Annotated[
     Literal["fcfs", "priority"],
     typer.Option(help="Who runs first: who came first, or whose `priority` is smaller."),

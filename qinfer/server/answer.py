@@ -7,6 +7,7 @@ stream in chunks of one form: a `ChunkedAnswer`.
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -25,6 +26,10 @@ from qinfer.server.sampling import check_room
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import EventStream, after_first, ended_in_order, event, merge
 from qinfer.server.wire import Body, Usage
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED = 1000  # characters of a prompt
 
 
 class Work(NamedTuple):
@@ -64,6 +69,8 @@ class Answer(ABC):
     async def respond(self) -> Response:
         """The HTTP answer; a stream begins with the engine's first output, so earlier faults are HTTP's."""
         self.require_room()
+        if self.state.options.log_requests:
+            self._log()
         if self.request.stream:
             events = self.ended(await after_first(self.events()))
             return EventStream(events, keep_alive=self.state.options.keep_alive_seconds)
@@ -75,6 +82,15 @@ class Answer(ABC):
         """Raises OverloadedError where the engine has too much to do for all of this."""
         num_sequences = sum(work.params.n for work in self.work)
         self.state.engine.require_room(num_sequences, sum(len(work.token_ids) for work in self.work))
+
+    def _log(self) -> None:
+        """What is asked, for an operator who wants to know; texts are bounded, and on one line."""
+        for work in self.work:
+            text = work.text or self.state.engine.tokenizer.decode(work.token_ids, skip_special_tokens=False)
+            shown = text if len(text) <= MAX_LOGGED else f"{text[:MAX_LOGGED]}..."
+            logger.info(
+                "request %s: %d tokens, %r, %s", self.id, len(work.token_ids), shown, work.params.chosen()
+            )
 
     def ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """The events with what ends a stream, well or not."""

@@ -103,7 +103,8 @@ def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics, http: 
             allow_headers=["*"],
             expose_headers=["x-request-id", GATE_HEADER],
         )
-    app.add_middleware(RequestFrame, headers=[(GATE_HEADER, state.gate.state)], metrics=http)
+    gate = [(GATE_HEADER, state.gate.state)]
+    app.add_middleware(RequestFrame, headers=gate, metrics=http, log=options.log_answers)
 
 
 def _openai_routes(state: ServerState) -> APIRouter:

@@ -32,11 +32,14 @@ class RequestFrame:
 
     The id is the client's `X-Request-Id` where that is up to 128 visible characters, else a new one; it is in
     `scope["state"]["request_id"]` and in the answer. `headers` go on every answer. `metrics` counts answers
-    by the route's path, the method and the status, and those under way outside OPEN_PATHS.
+    by the route's path, the method and the status, and those under way outside OPEN_PATHS. With `log` these
+    get a line each in the log.
     """
 
-    def __init__(self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: HttpMetrics) -> None:
-        self.app, self.headers, self.metrics = app, headers, metrics
+    def __init__(
+        self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: HttpMetrics, log: bool
+    ) -> None:
+        self.app, self.headers, self.metrics, self.log = app, headers, metrics, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +67,7 @@ class RequestFrame:
         self.metrics.live += working
         try:
             if crowded:
-                failure = Failure(
-                    400, f"the request has {len(asked)} headers; at most {MAX_HEADERS} are read"
-                )
+                failure = Failure(400, f"{len(asked)} headers, and at most {MAX_HEADERS} are read")
                 return await failure.response()(scope, receive, framed)
             await self.app(scope, receive, framed)
         except Exception:  # nothing above us would answer, and a traceback is for the log only
@@ -77,11 +78,15 @@ class RequestFrame:
         finally:
             self.metrics.live -= working
             handler, length = getattr(scope.get("route"), "path", "none"), asked.get("content-length", "0")
+            seconds = time.monotonic() - began
+            if self.log and working:
+                client, method = (scope.get("client") or ("?",))[0], scope["method"]
+                logger.info("%s %s %s %d %.3f s %s", client, method, handler, status, seconds, request_id)
             self.metrics.count(
                 handler,
                 scope["method"],
                 status,
-                time.monotonic() - began,
+                seconds,
                 received=int(length) if length.isdecimal() and length.isascii() else 0,
                 sent=sent,
             )

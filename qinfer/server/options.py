@@ -24,7 +24,8 @@ class ServerOptions:
     `allowed_origins` are the web origins that browsers may call from ("*": any); `keep_alive_seconds` between
     comments on a silent stream, None: none; `force_usage`: every stream ends with token counts. What would
     bring more than `max_num_queued_reqs` sequences or `max_num_queued_tokens` prompt tokens together, running
-    or waiting, gets 503. After SIGTERM requests have `shutdown_timeout` seconds to end. `dev_mode`
+    or waiting, gets 503. After SIGTERM requests have `shutdown_timeout` seconds to end. `log_answers` logs a
+    line for every answer, `log_requests` prompts and parameters, which are in no log otherwise. `dev_mode`
     (QINFER_SERVER_DEV_MODE=1) adds routes for those who measure the server.
     """
 
@@ -40,6 +41,8 @@ class ServerOptions:
     max_num_queued_reqs: int | None = 16384
     max_num_queued_tokens: int | None = None
     shutdown_timeout: float = 0.0
+    log_answers: bool = False
+    log_requests: bool = False
     trust_request_chat_template: bool = False
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "none"] = "auto"
     dev_mode: bool = field(default_factory=lambda: os.environ.get("QINFER_SERVER_DEV_MODE") == "1")

@@ -8,7 +8,6 @@ room for one token is refused with both lengths.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 from qinfer.sampling_params import SamplingParams
@@ -89,12 +88,7 @@ def check_room(num_prompt_tokens: int, max_model_len: int, *, at_least: bool = F
 
 
 def _given(request: GenerationRequest, defaults: SamplingParams) -> dict[str, Any]:
-    plain = SamplingParams()
-    given = {
-        field.name: getattr(defaults, field.name)
-        for field in fields(SamplingParams)
-        if getattr(defaults, field.name) != getattr(plain, field.name)
-    }
+    given = defaults.chosen()
     for name in _SAME_NAME:
         if (value := getattr(request, name)) is not None:
             given[name] = value

@@ -88,9 +88,13 @@ def test_options_of_the_server_arrive(qinfer, monkeypatch, model):
         "--sse-keep-alive-interval": "2.5",
         "--tool-call-parser": "hermes",
         "--metrics-compat": "none",
+        "--max-num-queued-reqs": "7",
+        "--max-num-queued-tokens": "1000",
+        "--shutdown-timeout": "30",
     }
     words = [word for pair in told.items() for word in pair]
     words += ["--enable-force-include-usage", "--trust-request-chat-template"]
+    words += ["--access-log", "--enable-log-requests"]
     assert qinfer("serve", model, *words).code == 0
     assert arrived == [
         ServerOptions(
@@ -102,5 +106,10 @@ def test_options_of_the_server_arrive(qinfer, monkeypatch, model):
             trust_request_chat_template=True,
             tool_call_parser="hermes",
             metrics_compat="none",
+            max_num_queued_reqs=7,
+            max_num_queued_tokens=1000,
+            shutdown_timeout=30.0,
+            log_answers=True,
+            log_requests=True,
         )
     ]

@@ -15,7 +15,7 @@ import pytest
 from qinfer.server.errors import failure_of, invalid
 
 JSON = {"content-type": "application/json"}
-COMPLETIONS = "/v1/completions"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SURROGATE = "\ud83d"
 
 
@@ -201,6 +201,24 @@ def test_no_prompt_text_in_the_log(served, caplog):
     served.post(COMPLETIONS, {"prompt": "Xylophone", "top_p": 7})
     assert "odd_field" in caplog.text
     assert "Xylophone" not in caplog.text
+
+
+def test_an_operator_may_have_both_in_the_log(serve_scripted, caplog):
+    caplog.set_level("INFO", logger="qinfer")
+    hi = [{"role": "user", "content": "Hi"}]
+    with serve_scripted(log_answers=True, log_requests=True) as served:
+        served.post(COMPLETIONS, {"prompt": "A\nb", "max_tokens": 2}, headers={"x-request-id": "mine"})
+        served.post(CHAT, {"messages": [{"role": "user", "content": "y" * 5000}]})
+        served.post(CHAT, {"messages": hi, "max_tokens": 1, "top_k": 3})
+        served.get("/health")
+        tokens = len(served.engine.tokenizer.encode("A\nb"))
+    asked = [line for line in caplog.messages if line.startswith("request ")]
+    assert asked[0] == f"request cmpl-mine: {tokens} tokens, 'A\\nb', {{'max_tokens': 2}}"
+    assert asked[1].endswith("assistant\\n', {'top_k': 3, 'max_tokens': 1}")
+    answered = [line.split() for line in caplog.messages if line.startswith("127.0.0.1 POST")]
+    assert [words[2:4] for words in answered] == [[COMPLETIONS, "200"], [CHAT, "400"], [CHAT, "200"]]
+    assert answered[0][-1] == "mine"
+    assert "/health" not in caplog.text
 
 
 def test_statuses_of_our_own_errors():
