@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from qinfer.evals import rules
-from qinfer.evals.items import Generated, Item, Kind
+from qinfer.evals.items import Item, Kind
 from qinfer.evals.rules import Draw, Question
 from qinfer.evals.scorer import Scorer
 from qinfer.sampling_params import SamplingParams
@@ -80,7 +80,8 @@ class RuleTask:
             best = max(range(len(choices)), key=lambda i: logliks[i])
             right = choices.index(self._spoken(question.answer))
             correct = best == right and all(one > float("-inf") for one in logliks)
-            items.append(self._item(item_id, question, prompt, correct, choices, logliks, choices[best]))
+            item = self._item(item_id, question, prompt, choices[best], correct)
+            items.append(replace(item, choices=choices, logliks=logliks, chance=1 / len(choices)))
         return items
 
     def _say(self, scorer: Scorer, asked: Sequence[tuple[int, Question, str]]) -> list[Item]:
@@ -97,36 +98,26 @@ class RuleTask:
         for (item_id, question, prompt), said in zip(asked, scorer.generate(prompts), strict=True):
             text = said.text.split("\n")[0]
             correct = text.strip().startswith(question.answer.strip())
-            items.append(self._item(item_id, question, prompt, correct, (), (), text, said.generated))
+            item = self._item(item_id, question, prompt, text, correct)
+            items.append(replace(item, generated=said.generated))
         return items
 
-    def _item(
-        self,
-        item_id: int,
-        question: Question,
-        prompt: str,
-        correct: bool,
-        choices: tuple[str, ...],
-        logliks: tuple[float, ...],
-        answer: str,
-        generated: Generated | None = None,
-    ) -> Item:
-        metric = "acc" if choices else "exact_match"
+    def _item(self, item_id: int, question: Question, prompt: str, answer: str, correct: bool) -> Item:
+        """The record of an answer, but for what only choices or only free answers have."""
+        metric = "acc" if question.wrong else "exact_match"
         return Item(
             task=self.name,
             item_id=item_id,
             kind=self.kind,
             doc_digest=hashlib.sha256(json.dumps(question).encode()).hexdigest(),
             prompt=prompt,
-            choices=choices,
-            logliks=logliks,
+            choices=(),
+            logliks=(),
             target=self._spoken(question.answer),
             answer=answer,
             metric=metric,
             correct=correct,
             scores={metric: float(correct)},
-            chance=1 / len(choices) if choices else 0.0,
-            generated=generated,
         )
 
 

@@ -69,7 +69,7 @@ def test_questions_by_rule_stay_the_same() -> None:
         "builtin_arithmetic": "4f41176ed9257281",
         "builtin_copying": "e4c26c269f5ece7a",
         "builtin_retrieval": "238b4107611efed6",
-        "builtin_problems": "cf5c4a41f3f908f5",
+        "builtin_problems": "af59559e0fe28683",
         "builtin_counting": "63e59a98fadb3f36",
         "builtin_recital": "577c5f4d2cc5ffd8",
     }
