@@ -52,6 +52,7 @@ def run(
     engine: Engine,
     requests: list[tuple[int, list[int], SamplingParams]],
     aborts: dict[str, int] | None = None,
+    priorities: list[int] | None = None,
 ) -> dict[str, RequestOutput]:
     """Adds requests (the step in which they come, prompt, parameters) and steps to the end."""
     outputs: dict[str, RequestOutput] = {}
@@ -59,7 +60,7 @@ def run(
     while engine.has_unfinished() or any(at >= step for at, _, _ in requests):
         for i, (at, prompt, params) in enumerate(requests):
             if at == step:
-                engine.add(str(i), prompt, params)
+                engine.add(str(i), prompt, params, priority=priorities[i] if priorities else 0)
         for request_id, at in (aborts or {}).items():
             if at == step:
                 engine.abort(request_id)
@@ -106,6 +107,7 @@ params_of = st.builds(
         max_size=8,
     ),
     aborts=st.dictionaries(st.integers(0, 7).map(str), st.integers(0, 20), max_size=2),
+    priorities=st.lists(st.integers(-1, 1), min_size=8, max_size=8),
     num_pages=st.integers(9, 30),
     budget=st.integers(4, 64),
     caching=st.booleans(),
@@ -114,6 +116,7 @@ def test_outputs_are_those_of_an_engine_that_waits(
     engine_of: Callable[..., Engine],
     requests: list[tuple[int, int, int, SamplingParams]],
     aborts: dict[str, int],
+    priorities: list[int],
     num_pages: int,
     budget: int,
     caching: bool,
@@ -123,10 +126,11 @@ def test_outputs_are_those_of_an_engine_that_waits(
         "max_num_batched_tokens": budget,
         "max_num_seqs": 4,
         "enable_prefix_caching": caching,
+        "scheduling_policy": "priority",
     }
     given_requests = [(at, prompt_of(length, seed), params) for at, length, seed, params in requests]
-    late = run(engine_of(True, **options), given_requests, aborts)
-    at_once = run(engine_of(False, **options), given_requests, aborts)
+    late = run(engine_of(True, **options), given_requests, aborts, priorities)
+    at_once = run(engine_of(False, **options), given_requests, aborts, priorities)
     for i, (at, _, _) in enumerate(given_requests):
         if str(i) in aborts and aborts[str(i)] >= at:
             continue  # how far it got is a matter of time
