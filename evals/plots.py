@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from typing import Any, NamedTuple
 
-WIDTH = 640
+from qinfer.webpage import WIDTH, axis, svg, text
+
 _LABEL = 27  # height of two lines
 
 
@@ -36,7 +36,7 @@ def interval(measure: dict[str, Any]) -> str:
     start, length = least - margin, most - least + 2 * margin
     x, a, b, edge = (8 + 204 * (number - start) / length for number in (value, low, high, limit))
     title = f"{measure['name']}: {value:.4g}, from {low:.4g} to {high:.4g}; {measure['bound']} {limit:.4g}"
-    return _svg(
+    return svg(
         220,
         22,
         title,
@@ -53,7 +53,7 @@ def bars(names: Sequence[str], values: Sequence[float | None], worst: str | None
     known = [value for value in values if value is not None]
     top = max(known, default=1.0) or 1.0
     step = (WIDTH - left - 8) / max(len(values), 1)
-    parts = [_text(4, 18, f"{top:.3g}"), _text(4, base, "0"), _axis(left, base)]
+    parts = [text(4, 18, f"{top:.3g}"), text(4, base, "0"), axis(left, base)]
     every = max(1, math.ceil(len(names) / 12))
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
         tall = (base - 14) * (1.0 if value is None else value / top)
@@ -64,8 +64,8 @@ def bars(names: Sequence[str], values: Sequence[float | None], worst: str | None
             f'height="{tall:.1f}"/>'
         )
         if i % every == 0 or name == worst:
-            parts.append(_text(x, base + 14 + 12 * (name == worst), name))
-    return _svg(WIDTH, height, title, "".join(parts))
+            parts.append(text(x, base + 14 + 12 * (name == worst), name))
+    return svg(WIDTH, height, title, "".join(parts))
 
 
 def quantiles(values: Sequence[Sequence[float]], title: str) -> str:
@@ -82,15 +82,15 @@ def quantiles(values: Sequence[Sequence[float]], title: str) -> str:
         up = (math.log10(value) - low) / (high - low)
         return left + share * (right - left), base - up * (base - top)
 
-    parts = [_axis(left, base)]
+    parts = [axis(left, base)]
     for power in range(low, high + 1):
         y = place(0, 10.0**power)[1]
         parts.append(f'<line class="axis" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(_text(4, y + 4, f"{10.0**power:.0e}"))
+        parts.append(text(4, y + 4, f"{10.0**power:.0e}"))
     for share in (0, 0.25, 0.5, 0.75, 1):
-        parts.append(_text(place(share, 10.0**low)[0] - 10, base + 16, f"{share:.0%}"))
+        parts.append(text(place(share, 10.0**low)[0] - 10, base + 16, f"{share:.0%}"))
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-    return _svg(WIDTH, 192, title, "".join(parts) + f'<polyline class="curve" points="{line}"/>')
+    return svg(WIDTH, 192, title, "".join(parts) + f'<polyline class="curve" points="{line}"/>')
 
 
 def pareto(spots: Sequence[Spot], quality: str, title: str) -> str:
@@ -109,13 +109,13 @@ def pareto(spots: Sequence[Spot], quality: str, title: str) -> str:
         return base - (value - y_low) / (y_high - y_low) * (base - top)
 
     parts = [
-        _axis(left, base, right),
+        axis(left, base, right),
         f'<line class="axis" x1="{left}" y1="{top}" x2="{left}" y2="{base}"/>',
-        _text(4, 14, quality),
-        _text(4, top + 8, f"{y_high:.4g}"),
-        _text(4, base, f"{y_low:.4g}"),
-        _text(left, base + 18, f"{x_low / 1e6:.4g} MB"),
-        _text(right - 60, base + 18, f"{x_high / 1e6:.4g} MB"),
+        text(4, 14, quality),
+        text(4, top + 8, f"{y_high:.4g}"),
+        text(4, base, f"{y_low:.4g}"),
+        text(left, base + 18, f"{x_low / 1e6:.4g} MB"),
+        text(right - 60, base + 18, f"{x_high / 1e6:.4g} MB"),
     ]
     front = sorted((across(spot.size), up(spot.quality)) for spot in spots if spot.best)
     parts.append(f'<polyline class="front" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in front)}"/>')
@@ -130,20 +130,5 @@ def pareto(spots: Sequence[Spot], quality: str, title: str) -> str:
             f'<line class="axis" x1="{x + 6:.1f}" y1="{y:.1f}" x2="{x + 16:.1f}" y2="{beside:.1f}"/>'
         )
         name = spot.name.rstrip("/").rsplit("/", 1)[-1]
-        parts.append(_text(x + 19, beside, name[:26]) + _text(x + 19, beside + 12, spot.label))
-    return _svg(WIDTH, 300, title, "".join(parts))
-
-
-def _axis(left: float, y: float, right: float = WIDTH - 8) -> str:
-    return f'<line class="axis" x1="{left}" y1="{y}" x2="{right}" y2="{y}"/>'
-
-
-def _text(x: float, y: float, text: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
-
-
-def _svg(width: int, height: int, title: str, inside: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {width} {height}" role="img" xmlns="http://www.w3.org/2000/svg">'
-        f"<title>{escape(title)}</title>{inside}</svg>"
-    )
+        parts.append(text(x + 19, beside, name[:26]) + text(x + 19, beside + 12, spot.label))
+    return svg(WIDTH, 300, title, "".join(parts))

@@ -9,8 +9,9 @@ from typing import Any
 
 from qinfer.evals import plots
 from qinfer.evals.report import markdown_row, to_json, write_text
-from qinfer.evals.report_html import measures_table, page, table
+from qinfer.evals.report_html import measures_table
 from qinfer.evals.words import percent
+from qinfer.webpage import page, table
 
 _HEADER = ("model", "scheme", "MB", "tokens/s", "{}", "verdict", "")
 

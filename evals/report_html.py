@@ -7,25 +7,15 @@ or a prompt stands in it is escaped.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from qinfer.evals import plots
 from qinfer.evals.words import HEADLINE, number, percent
+from qinfer.webpage import page, table
 
 _MARK = {"PASS": "✓", "FAIL": "✗", "UNDECIDED": "?", "reported": ""}
-
-
-def page(title: str, body: str) -> str:
-    """A whole HTML file."""
-    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>\n{style}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
 
 
 def report_page(document: Mapping[str, Any], examples: Mapping[str, Any]) -> str:
@@ -46,19 +36,6 @@ def report_page(document: Mapping[str, Any], examples: Mapping[str, Any]) -> str
         _settings(settings),
     ]
     return page(f"{verdict}: {settings.get('model', '')}", "\n".join(part for part in parts if part))
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], numeric: Sequence[int] = ()) -> str:
-    """Cells are HTML already; columns in `numeric` are flush right."""
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        kinds = (' class="n"' if i in numeric else "" for i in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(kinds, cells, strict=True)) + "</tr>"
-
-    body = "\n".join(line(row, "td") for row in rows)
-    return (
-        f'<div class="scroll"><table><thead>{line(header, "th")}</thead><tbody>{body}</tbody></table></div>'
-    )
 
 
 def _list(lines: Sequence[str]) -> str:
@@ -195,8 +172,8 @@ def _blame(blame: Mapping[str, Any] | None) -> str:
     if not blame:
         return ""
     parts = blame["parts"]
-    names = [part["name"].removeprefix("layer ") for part in parts]
-    culprit = (blame["culprit"] or "").removeprefix("layer ") or None
+    culprit = blame["culprit"]
+    names = [one if (one := part["name"]) == culprit else one.removeprefix("layer ") for part in parts]
     chart = plots.bars(names, [part["error"] for part in parts], culprit, "Relative error of each part")
     suspects = [
         (escape(part["name"]), number(part["error"]), number(part["kl_alone"]))
