@@ -47,7 +47,7 @@ class CompletionOutput:
     token_ids: Sequence[int]
     cumulative_logprob: float | None = None
     logprobs: SampleLogprobs | None = None
-    finish_reason: str | None = None  # "stop", "length", "abort", "error"; None while it runs
+    finish_reason: str | None = None  # "stop", "length", "abort", "error", "repetition"; None while it runs
     stop_reason: int | str | None = None  # the stop id or string; None for the end-of-sequence token
     lora_request: None = None
 

@@ -28,6 +28,7 @@ GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 MIN_TEMPERATURE = 1e-2  # others are raised to this: smaller ones overflow in half precision
 MAX_N = 16384
 MAX_COUNT = 2**31 - 1  # token counts and ids; larger ones are mistakes, not wishes
+MAX_PATTERN = 4096  # tokens of a repetition, and times
 MAX_NAMED_LOGPROBS = 128
 MAX_SEED = 2**63 - 1
 
@@ -40,6 +41,32 @@ class RequestOutputKind(Enum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """Ends an answer whose last tokens are one pattern over and over: `min_count` times or more.
+
+    A pattern has `min_pattern_size` to `max_pattern_size` tokens. Raises UserError where a field is out of
+    range.
+    """
+
+    max_pattern_size: int
+    min_pattern_size: int = 1
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        check_whole("max_pattern_size", self.max_pattern_size, 1, MAX_PATTERN)
+        check_whole("min_pattern_size", self.min_pattern_size, 1, self.max_pattern_size)
+        check_whole("min_count", self.min_count, 2, MAX_PATTERN)
+
+    def found_in(self, token_ids: Sequence[int]) -> bool:
+        """Whether these tokens end in such a repetition."""
+        for size in range(self.min_pattern_size, self.max_pattern_size + 1):
+            total = size * self.min_count
+            if total <= len(token_ids) and token_ids[-total:-size] == token_ids[size - total :]:
+                return True
+        return False
 
 
 @dataclass
@@ -75,7 +102,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     extra_args: Mapping[str, Any] | None = None
-    repetition_detection: Any = None
+    repetition_detection: RepetitionDetectionParams | None = None
     truncate_prompt_tokens: int | None = None
     logits_processors: Sequence[Any] | None = None
 
@@ -119,10 +146,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _refuse_absent(self) -> None:
-        absent = (
-            *("extra_args", "repetition_detection"),
-            *("truncate_prompt_tokens", "logits_processors"),
-        )
+        absent = (*("extra_args", "truncate_prompt_tokens", "logits_processors"),)
         for name in absent:
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"qinfer does not have SamplingParams({name}=...)")
@@ -198,6 +222,12 @@ class SamplingParams:
             check_real("logit_bias", bias, -math.inf, math.inf)
 
     def _check_structure(self) -> None:
+        repetition = self.repetition_detection
+        if repetition is not None and not isinstance(repetition, RepetitionDetectionParams):
+            raise UserError(
+                f"repetition_detection must be RepetitionDetectionParams, not {repetition!r:.100}",
+                "repetition_detection",
+            )
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputsParams):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from qinfer.errors import UserError
-from qinfer.sampling_params import SamplingParams
+from qinfer.sampling_params import RepetitionDetectionParams, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,7 @@ def test_stop_strings_need_text() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("extra_args", "repetition_detection"),
-        *("truncate_prompt_tokens", "logits_processors"),
+        *("extra_args", "truncate_prompt_tokens", "logits_processors"),
     ],
 )
 def test_absent_fields_say_so(name: str) -> None:
@@ -128,3 +127,36 @@ def test_clone_is_independent() -> None:
     assert copy == params
     copy.stop.append("b")  # type: ignore[union-attr]
     assert params.stop == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_one"),
+    [
+        ([7, 7, 7], True),
+        ([1, 7, 7], False),
+        ([1, 2, 3, 2, 3, 2, 3], True),
+        ([1, 2, 3, 2, 3, 2, 3, 4], False),
+        ([2, 3, 2, 3], False),
+        ([5, 1, 2, 3, 4] * 3, False),
+        ([], False),
+    ],
+)
+def test_repetitions_are_found_at_the_end(tokens: list[int], is_one: bool) -> None:
+    found = RepetitionDetectionParams(max_pattern_size=4, min_count=3).found_in(tokens)
+    assert found is is_one
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"max_pattern_size": 0}, "max_pattern_size"),
+        ({"max_pattern_size": 3, "min_pattern_size": 4}, "min_pattern_size"),
+        ({"max_pattern_size": 3, "min_count": 1}, "min_count"),
+    ],
+)
+def test_a_repetition_that_cannot_be_is_refused(fields: dict[str, int], name: str) -> None:
+    with pytest.raises(UserError) as raised:
+        RepetitionDetectionParams(**fields)
+    assert raised.value.parameter == name
+    with pytest.raises(UserError, match="must be RepetitionDetectionParams"):
+        SamplingParams(repetition_detection=fields)  # type: ignore[arg-type]

@@ -104,7 +104,13 @@ def make_request(
     )  # a tokenizer may know more than the model
     room = limits.max_model_len - len(prompt_ids)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    rules = StopRules(eos_ids, frozenset(params.stop_token_ids or ()), params.min_tokens, max_tokens)
+    rules = StopRules(
+        eos_ids,
+        frozenset(params.stop_token_ids or ()),
+        params.min_tokens,
+        max_tokens,
+        params.repetition_detection,
+    )
     bad_words = tuple(_bad_words(params.bad_words or (), tokenizer)) if tokenizer else ()
     if params.allowed_token_ids is not None:
         blocked = {word[-1] for word in bad_words} | (rules.blocked_ids if params.min_tokens else set())

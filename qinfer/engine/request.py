@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from qinfer.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput, RequestStateStats
-from qinfer.sampling_params import SamplingParams
+from qinfer.sampling_params import RepetitionDetectionParams, SamplingParams
 
 if TYPE_CHECKING:
     from qinfer.engine.continuation import Continuation
@@ -29,6 +29,7 @@ class StopRules(NamedTuple):
     stop_ids: frozenset[int]
     min_tokens: int
     max_tokens: int
+    repetition: RepetitionDetectionParams | None = None
 
     @property
     def blocked_ids(self) -> frozenset[int]:
@@ -175,6 +176,8 @@ class Sequence:
             self.finish_reason, self.stop_reason = "stop", token_id
         elif count >= rules.max_tokens:
             self.finish_reason = "length"
+        elif rules.repetition is not None and rules.repetition.found_in(self.token_ids[self.num_prompt :]):
+            self.finish_reason = "repetition"
 
     def completion(self) -> CompletionOutput:
         """What was generated so far; later tokens do not change it."""

@@ -12,7 +12,7 @@ from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
 from qinfer.errors import UserError
 from qinfer.outputs import RequestOutput
-from qinfer.sampling_params import RequestOutputKind, SamplingParams
+from qinfer.sampling_params import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from qinfer.testing import FakeRunner
 
 MakeEngine = Callable[..., Engine]
@@ -500,3 +500,14 @@ def test_nan_logits_end_their_own_request_with_an_error(
         assert len(outputs[i].outputs[0].logprobs) == len(tokens(outputs, i)) == 2
     assert len(tokens(outputs, "1")) == 6
     assert "not numbers" in caplog.text
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_answer_that_repeats_itself_may_be_ended(
+    make_engine: MakeEngine, generate: Generate, overlaps: bool
+) -> None:
+    runner = FakeRunner(384, [65, 66, 67, 68, 67, 68, 67, 68, 69], overlaps=overlaps)
+    repetition = RepetitionDetectionParams(max_pattern_size=4, min_pattern_size=2, min_count=3)
+    params = greedy(20, repetition_detection=repetition)
+    (choice,) = generate(make_engine(runner=runner), [[10]], params)["0"].outputs
+    assert (choice.token_ids, choice.finish_reason) == ([65, 66, 67, 68, 67, 68, 67, 68], "repetition")
