@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -35,13 +36,10 @@ class Continuation:
         """Tokens without a score yet."""
         return len(self.token_ids) - len(self.logprobs)
 
-    def take(self, logits: Tensor) -> None:
-        """Scores the next tokens by the logits [rows, V] float32 that predict them."""
+    def next_ids(self, count: int) -> list[int]:
+        """The first `count` tokens without a score."""
         done = len(self.logprobs)
-        ids = torch.tensor(self.token_ids[done : done + len(logits)], device=logits.device)
-        chosen = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(1)
-        self.logprobs += chosen.tolist()
-        self.likeliest += (logits.argmax(1) == ids).tolist()
+        return self.token_ids[done : done + count]
 
     def restart(self) -> None:
         """Forgets the scores: they will come again."""
@@ -52,8 +50,8 @@ def score_continuations(
     plan: StepPlan, sequences: Sequence[TokenSequence], out: StepOutput, runner: StepRunner, rows: int
 ) -> None:
     """Adds what a step says of continuations; at most `rows` rows of logits exist beside the step's own."""
-    pending: list[tuple[Continuation, Tensor]] = []
-    last: list[tuple[Continuation, Tensor]] = []
+    parts: list[tuple[Continuation, Tensor]] = []  # hidden rows that predict the next tokens of each
+    last: list[tuple[Continuation, int]] = []  # with the row of the step's own logits for its last token
     num_sampled = 0
     for seq, chunk in zip(sequences, plan.chunks, strict=True):
         num_sampled += chunk.sample
@@ -62,15 +60,27 @@ def score_continuations(
             continue
         start = max(seq.first_scored - chunk.start, 0)
         wanted = out.hidden[chunk.seq_id][start : chunk.stop - chunk.start - chunk.sample]
-        pending += [(continuation, part) for part in torch.split(wanted, rows) if len(part)]
+        # a whole part of `rows` fills a group alone, so that no continuation is twice in one
+        parts += [(continuation, part) for part in torch.split(wanted, rows) if len(part)]
         if chunk.sample:
-            last.append((continuation, out.logits[num_sampled - 1 : num_sampled]))
-    for group in _groups([len(part) for _, part in pending], rows):
-        made = runner.logits(torch.cat([pending[i][1] for i in group]))
-        for i, logits in zip(group, torch.split(made, [len(pending[i][1]) for i in group]), strict=True):
-            pending[i][0].take(logits)
-    for continuation, logits in last:  # after the rows before it
-        continuation.take(logits)
+            last.append((continuation, num_sampled - 1))
+    for group in _groups([len(part) for _, part in parts], rows):
+        counts = [(parts[i][0], len(parts[i][1])) for i in group]
+        _score(counts, runner.logits(torch.cat([parts[i][1] for i in group])))
+    for first in range(0, len(last), rows):  # after the rows before them
+        some = last[first : first + rows]
+        _score([(continuation, 1) for continuation, _ in some], out.logits[[row for _, row in some]])
+
+
+def _score(counts: Sequence[tuple[Continuation, int]], logits: Tensor) -> None:
+    """Scores the next `count` tokens of each continuation, by the rows of logits that predict them."""
+    ids = [token for continuation, count in counts for token in continuation.next_ids(count)]
+    wanted = torch.tensor(ids, device=logits.device)
+    chosen = logits.gather(1, wanted[:, None])[:, 0] - logits.logsumexp(1)
+    logprobs, likeliest = iter(chosen.tolist()), iter((logits.argmax(1) == wanted).tolist())
+    for continuation, count in counts:
+        continuation.logprobs += islice(logprobs, count)
+        continuation.likeliest += islice(likeliest, count)
 
 
 def _groups(sizes: Sequence[int], limit: int) -> list[list[int]]:
