@@ -33,7 +33,7 @@ from qinfer.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-BLOCK_ROUNDS = 16  # a block is so many times what may be under way
+BLOCK_ROUNDS = 4  # a block is so many times what may be under way; what is asked last in it is written last
 SECONDS_BETWEEN_REPORTS = 5.0
 
 
@@ -48,9 +48,12 @@ class BatchFiles:
 
 @dataclass(frozen=True)
 class Pace:
-    """How a batch runs: requests under way, lines of a block, whether the first failure ends it."""
+    """How a batch runs: requests under way, lines of a block, whether the first failure ends it.
 
-    max_inflight: int
+    None under way: twice the sequences that the engine takes at once. Lines of a block None: four times that.
+    """
+
+    max_inflight: int | None = None
     fail_fast: bool = False
     block_lines: int | None = None
 
@@ -67,6 +70,7 @@ class Batch:
         self.num_lines, self.first = num_lines, first
         self._store = ResponseStore(max_chars=0)  # no later request can ask for a response by its id
         self._began = time.monotonic()
+        self._inflight = pace.max_inflight or 2 * state.engine.llm.engine.limits.max_num_seqs
 
     async def run(self) -> dict[str, Any]:
         """Answers all lines; what was done, as plain values.
@@ -75,12 +79,12 @@ class Batch:
         """
         before = self.state.engine.stats
         with OrderedOutput(self.files.output, self.files.errors, self.first) as output:
-            block = self.pace.block_lines or BLOCK_ROUNDS * self.pace.max_inflight
+            block = self.pace.block_lines or BLOCK_ROUNDS * self._inflight
             window = Window(lines_from(self.files.source, self.first), output, block_lines=block)
             reports = asyncio.ensure_future(self._report(output))
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(min(self.pace.max_inflight, self.num_lines - self.first)):
+                    for _ in range(min(self._inflight, self.num_lines - self.first)):
                         group.create_task(self._work(window, output))
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None  # the others ended because of it

@@ -60,7 +60,6 @@ _FOR_LLM = (
     *("block_size", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "chat_template"),
     *("seed", "allow_ungated", "revision", "hf_token"),
 )
-_LEAST_INFLIGHT = 1024
 
 
 def batch(
@@ -81,7 +80,7 @@ def batch(
         int | None,
         typer.Option(
             min=1,
-            help="Requests under way at once. Default: twice --max-num-seqs, and at least 1024.",
+            help="Requests under way at once. Default: twice what the engine takes in a step.",
             show_default=False,
         ),
     ] = None,
@@ -144,7 +143,7 @@ def batch(
             tool_call_parser=tool_call_parser,
             metrics_compat=metrics_compat,
         )
-        pace = Pace(max_inflight or max(_LEAST_INFLIGHT, 2 * (max_num_seqs or 0)), fail_fast=fail_fast)
+        pace = Pace(max_inflight, fail_fast=fail_fast)
         document: dict[str, Any] = {"num_lines": first, "num_resumed": first, "num_failed": 0, "seconds": 0.0}
         if first < checked.num_lines:
             document = _answered(

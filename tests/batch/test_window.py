@@ -117,6 +117,14 @@ def test_a_block_ends_at_its_bytes():
     assert asyncio.run(ask()) == [1, 0]
 
 
+def test_lines_of_about_one_length_keep_their_order():
+    async def ask():
+        window = Window(lines([100, 101, 99, 108, 200, 104]), Disk(), block_lines=6)
+        return [(await window.next()).place for _ in range(6)]
+
+    assert asyncio.run(ask()) == [4, 0, 1, 2, 3, 5]
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_the_end(count):
     async def ask():

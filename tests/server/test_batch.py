@@ -94,8 +94,8 @@ def test_output_is_in_order_and_the_longest_are_asked_first(tmp_path, fake_llm):
     counts = [line["response"]["body"]["usage"]["completion_tokens"] for line in lines]
     assert counts == lengths
     asked = [params.max_tokens for params in fake_llm.engine.seen]
-    assert sorted(asked[:4], reverse=True) == sorted(lengths, reverse=True)[:4]
-    assert max(asked[50:]) < sorted(lengths)[60]
+    assert min(asked[:4]) > 0.7 * max(lengths)
+    assert min(asked[:45]) > max(asked[55:])
 
 
 def test_never_more_under_way_than_allowed(tmp_path, fake_llm):
