@@ -42,9 +42,20 @@ class Inputs:
         return total.float()
 
     @cached_property
+    def channel_absmax(self) -> Tensor:
+        """The largest magnitude of each channel, float32 [K]."""
+        return torch.stack([x.abs().amax(0) for x in self.batches]).amax(0).float()
+
+    @property
     def absmax(self) -> float:
         """The largest magnitude of all."""
-        return max(float(x.abs().amax()) for x in self.batches)
+        return float(self.channel_absmax.amax())
+
+    @property
+    def outliers(self) -> float:
+        """How many times the largest channel's magnitude is that of the median channel; 0 without any."""
+        median = float(self.channel_absmax.median())
+        return self.absmax / median if median else 0.0
 
     def moments(self, group_size: int) -> Tensor:
         """Sum over the tokens of x_g x_g^T for each group of columns: float32 [K / group_size, g, g]."""

@@ -46,10 +46,11 @@ class HowToRound:
 
 @dataclass
 class RoundedGroup:
-    """File tensors of each module, error that narrower ranges left as a share, and GPTQ's note."""
+    """File tensors of each module, what searched ranges left of the error and cut off, and GPTQ's note."""
 
     linears: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     clipping: dict[str, float] = field(default_factory=dict)
+    clipped: dict[str, float] = field(default_factory=dict)
     note: str = ""
 
 
@@ -76,6 +77,7 @@ def round_group(
         ranges[module], share = _ranges(module, weight, inputs, how)
         if share is not None:
             result.clipping[module] = share
+            result.clipped[module] = _share_beyond(weight, ranges[module])
     if isinstance(scheme, W8A8Fp8Static):
         ranges = dict.fromkeys(ranges, _widest(ranges))
     if how.by_gptq and inputs is not None:
@@ -109,6 +111,13 @@ def _ranges(
         return full_ranges(padded, width, symmetric=symmetric), None
     grid_of = partial(Grid.of, scheme, dtype=how.storage)
     return search_ranges(weight, width, grid_of, _error_of(how.ranges, inputs, width), symmetric=symmetric)
+
+
+def _share_beyond(weight: Tensor, ranges: Ranges) -> float:
+    """Share of weights that lie outside their range."""
+    low, high = (x.unsqueeze(-1) for x in ranges)
+    groups = weight.view(len(weight), low.shape[1], -1)
+    return float(((groups < low) | (groups > high)).float().mean())
 
 
 def _error_of(ranges: str, inputs: Inputs | None, width: int) -> ErrorOf:

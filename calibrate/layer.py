@@ -107,11 +107,14 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
         weight_errors=rounding.weight_errors,
         output_errors=rounding.output_errors,
         input_absmax=rounding.input_absmax,
+        outliers=rounding.outliers,
         scales=[
             {"mapping": c.mapping, **c.setting, "loss": c.loss, "unscaled_loss": c.unscaled_loss}
             for c in choices
         ],
         clipping=rounding.clipping,
+        clipped=rounding.clipped,
+        groups={group.name: list(group.modules) for group in layer_groups(plan.config)},
         kv_absmax={name: absmax.tolist() for name, absmax in maxima.items()},
         notes=rounding.notes,
     )
@@ -160,7 +163,9 @@ class _Rounding:
         self.weight_errors: dict[str, float] = {}
         self.output_errors: dict[str, float] = {}
         self.input_absmax: dict[str, float] = {}
+        self.outliers: dict[str, float] = {}
         self.clipping: dict[str, float] = {}
+        self.clipped: dict[str, float] = {}
         self.notes: dict[str, str] = {}
         self._modules = {group.name: group.modules for group in layer_groups(plan.config)}
 
@@ -177,6 +182,7 @@ class _Rounding:
             self.weight_errors[module] = relative_error(read_back[module], weights[module])
         self.linears |= rounded.linears
         self.clipping |= rounded.clipping
+        self.clipped |= rounded.clipped
         if rounded.note:
             self.notes[group] = rounded.note
         if layer is not None and inputs is not None:
@@ -185,6 +191,7 @@ class _Rounding:
             linear = Linear(shards, dense.bias, device=plan.device, dtype=plan.dtype)
             self.output_errors[group] = _output_error(linear, dense, inputs)
             self.input_absmax[group] = inputs.absmax
+            self.outliers[group] = inputs.outliers
             set_linear(layer, group, linear)
 
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calib
 from qinfer.calibrate.journal import Journal
 from qinfer.calibrate.kv_scales import SIDECAR, check_kind, kv_cache_scheme, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
-from qinfer.calibrate.mixing import average_bits
+from qinfer.calibrate.mixing import average_bits, unit_bits
 from qinfer.calibrate.recipe import PRESETS, Recipe, settle
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
+from qinfer.calibrate.report_page import MARKDOWN_NAME, PAGE_NAME, html, markdown
 from qinfer.calibrate.rotations import RotatedCheckpoint
 from qinfer.calibrate.selftext import Generate, engine_generate
 from qinfer.calibrate.sensitivity import Unit
@@ -45,7 +47,7 @@ from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, lay
 from qinfer.checkpoint.writer import CheckpointWriter, check_out
 from qinfer.env import cpu_features
 from qinfer.errors import CheckpointError, UserError
-from qinfer.quant import Scheme
+from qinfer.quant import Dense, Scheme
 from qinfer.tokenizer import Tokenizer
 
 __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
@@ -53,6 +55,7 @@ __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 NUM_SAMPLES = 16
 MAX_SEQ_LEN = 512
 SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PROPAGATED = "outputs of the quantized layers before it"
 
 _CPU = torch.device("cpu")
@@ -266,13 +269,16 @@ def _run(
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
+        bytes_before=_weight_bytes(job, Dense()),
+        bytes_after=_weight_bytes(job, None),
         average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
         mix={unit_name(unit): other.label for unit, other in job.mix.items()},
         sensitivity={unit_name(unit): cost for unit, cost in job.costs.items()},
         kv_scales=job.kv_scales,
         layers=tuple(layers),
     )
-    files = {FILE_NAME: result.to_json(), **extra_files}
+    pages = {PAGE_NAME: html(result), MARKDOWN_NAME: markdown(result)}
+    files = {FILE_NAME: result.to_json(), **pages, **extra_files}
     if job.kv_scales == "int8-head":
         files[SIDECAR] = sidecar(
             {i: {x: torch.tensor(of) for x, of in layer.kv_absmax.items()} for i, layer in enumerate(layers)}
@@ -284,6 +290,17 @@ def _run(
 def unit_name(unit: Unit) -> str:
     """A unit in words."""
     return f"layer {unit[0]} {unit[1]}"
+
+
+def _weight_bytes(job: QuantizeJob, scheme: Scheme | None) -> int:
+    """Of all tensors in the files; every linear in `scheme`, or in its own where that is None."""
+    config, item = job.source.config, job.storage.itemsize
+    linears = {f"{module}.weight" for module in all_modules(config)}
+    headers = [job.source.header(name) for name in job.source.names() - linears]
+    others = sum(prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in headers)
+    units = [(i, group.name) for i in range(config.num_layers) for group in layer_groups(config)]
+    bits = sum(unit_bits(config, group, scheme or job.scheme_of(i, group), item) for i, group in units)
+    return others + bits // 8
 
 
 def _expected_names(job: QuantizeJob) -> set[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-FILE_NAME = "quantize_report.json"
+FILE_NAME = "qinfer_report.json"
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,20 @@ class LayerReport:
     weight_errors: dict[str, float]  # by module, after scaling
     output_errors: dict[str, float] = field(default_factory=dict)  # by group, on calibration inputs
     input_absmax: dict[str, float] = field(default_factory=dict)  # by group
+    outliers: dict[str, float] = field(default_factory=dict)  # by group: largest channel over the median's
     scales: list[dict[str, Any]] = field(default_factory=list)  # mapping, setting, loss, unscaled_loss
     clipping: dict[str, float] = field(
         default_factory=dict
     )  # by module: error of searched ranges as a share of the full ranges'
+    clipped: dict[str, float] = field(default_factory=dict)  # by module: share of weights beyond their range
+    groups: dict[str, list[str]] = field(default_factory=dict)  # group -> its modules
     kv_absmax: dict[str, list[float]] = field(default_factory=dict)  # "k" and "v", by key head
     notes: dict[str, str] = field(default_factory=dict)  # by group, where something was not as usual
 
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """The whole run; `to_dict` is what lies in quantize_report.json."""
+    """The whole run; `to_dict` is what lies in qinfer_report.json."""
 
     scheme: str  # label, "w4a16 g64 asym"
     method: str
@@ -39,6 +42,8 @@ class QuantizeReport:
     propagated: str  # what a layer was calibrated on
     seconds: float
     layers: tuple[LayerReport, ...]
+    bytes_before: int = 0  # of the weights in the files
+    bytes_after: int = 0
     average_bits: float = 0.0  # per weight of the linears, scales and zero points counted
     mix: dict[str, str] = field(default_factory=dict)  # "layer 3 down" -> label of its own scheme
     sensitivity: dict[str, float] = field(default_factory=dict)  # KL in nats of each unit quantized alone

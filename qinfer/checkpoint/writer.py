@@ -30,6 +30,7 @@ _CHECKPOINT_FILES = (
     "*.model",
     "*.txt",
     "*.md",
+    "*.html",
     "*.tiktoken",
     "qinfer_*.html",
     "additional_chat_templates",

@@ -240,7 +240,7 @@ def test_same_seed_same_bytes(tmp_path):
 def test_report_lies_beside_the_weights(tmp_path):
     source = tiny_model("llama", tmp_path / "source")
     report = pipeline.run(_prepare(source, tmp_path / "out", scheme="awq"), progress=False)
-    read = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    read = json.loads((tmp_path / "out" / "qinfer_report.json").read_text())
     assert read == json.loads(report.to_json())
     assert read["scheme"] == "w4a16 g64 asym"
     assert read["calibration"]["num_sequences"] == 7

@@ -72,11 +72,11 @@ def test_quantize_leaves_what_is_finished_and_works_afterwards(
 def test_overwriting_keeps_the_old_one_until_the_new_one_is_whole(qinfer, source, tmp_path, interrupted_in):
     command = ("quantize", source, "--scheme", "w8a16-int8", "--out", tmp_path / "out", "--no-gate")
     assert qinfer(*command).code == 0
-    before = (tmp_path / "out" / "quantize_report.json").read_text()
+    before = (tmp_path / "out" / "qinfer_report.json").read_text()
     interrupted_in(writer, "open_checkpoint", 1)
     assert qinfer(*command, "--overwrite").code == 130
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
-    assert (tmp_path / "out" / "quantize_report.json").read_text() == before
+    assert (tmp_path / "out" / "qinfer_report.json").read_text() == before
 
 
 def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrupted_in, caplog):
@@ -86,7 +86,7 @@ def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrup
     code, text, err = qinfer(*command)
     assert (code, text) == (130, "")
     assert err.splitlines()[-1] == "qinfer: interrupted"
-    report = json.loads((out / "quantize_report.json").read_text())
+    report = json.loads((out / "qinfer_report.json").read_text())
     assert qinfer("generate", out, "-p", "hi").code == 1  # whole, but nobody has judged it
 
     other = qinfer(*command, "--seed", 7)
@@ -117,7 +117,7 @@ def waiting(qinfer, source, tmp_path, interrupted_in):
 
 
 def test_judging_goes_on_when_told_to_overwrite(qinfer, tmp_path, waiting, caplog):
-    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    report = json.loads((tmp_path / "out" / "qinfer_report.json").read_text())
     code, text, _ = qinfer(*waiting, "--json")
     assert code == 0
     assert "waits for its verdict: judging it, not overwriting it" in caplog.text
@@ -130,7 +130,7 @@ def test_judging_goes_on_when_told_to_overwrite(qinfer, tmp_path, waiting, caplo
 
 @pytest.mark.parametrize("change", ["argument", "no gate", "text", "weights"])
 def test_what_was_made_otherwise_is_overwritten(qinfer, source, tmp_path, waiting, caplog, change):
-    report = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
+    report = json.loads((tmp_path / "out" / "qinfer_report.json").read_text())
     more = {"argument": ("--seed", 7), "no gate": ("--no-gate",)}.get(change, ())
     if change == "text":
         (tmp_path / "text.txt").write_text("Another text to calibrate on.\n\n" * 20)
