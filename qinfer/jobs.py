@@ -55,7 +55,10 @@ class QuantizeResult(NamedTuple):
     def to_text(self) -> str:
         """For a terminal: what was written, then the verdict."""
         not_judged = f"not judged: get a verdict with `qinfer eval {self.out} --against REF`"
-        return f"{self.report.to_text()}\n{not_judged if self.gate is None else self.gate.to_text()}"
+        lines = [self.report.to_text(), not_judged if self.gate is None else self.gate.to_text()]
+        if self.gate is not None and self.gate.verdict != "PASS":
+            lines.append("repair: the same command with --until-gate gives 8 bits to what does most damage")
+        return "\n".join(lines)
 
 
 class Seal(NamedTuple):
