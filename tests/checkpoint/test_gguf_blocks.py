@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.gguf_convert import convert_gguf
+from qinfer.checkpoint.names import all_modules
+from qinfer.hub import resolve
+from qinfer.jobs import quantize
 from qinfer.testing import tiny_model
 
 SIZES = {
@@ -147,3 +150,19 @@ def test_blocks_mean_what_llama_cpp_says(
     rows = out.tensor(name)[: 64 * length // 256].reshape(-1, length)
     assert {tuple(row.tolist()) for row in rows} <= expected
     assert len(means) >= len(rows) == 64
+
+
+@pytest.mark.parametrize("scheme", ["w8a16-int8", "w4a16"])
+def test_gguf_is_requantized_on_request(
+    scheme: str, tmp_path: Path, write_gguf: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    source = tiny_model("qwen2_5", tmp_path / "source", **SIZES)
+    file = write_gguf("qwen2_5", source, kind="Q8_0")
+    quantize(str(file), tmp_path / "out", scheme=scheme, method="rtn", gate=False, progress=False)
+    out, dense = open_checkpoint(tmp_path / "out"), open_checkpoint(resolve(str(file)))
+    for module in all_modules(out.config):
+        made = out.scheme(module).quantize(dense.tensor(f"{module}.weight"), dtype=torch.bfloat16)
+        read = out.module(module)
+        assert out.scheme(module).name == scheme
+        assert all(torch.equal(read[suffix], tensor) for suffix, tensor in made.items()), module
