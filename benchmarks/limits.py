@@ -1,11 +1,12 @@
-"""The gate's limits beside what they must separate, from the rows that thresholds.py wrote.
+"""The rows that thresholds.py wrote, and the gate's limits beside what they must separate.
 
     python benchmarks/limits.py benchmarks/results/thresholds-cpu.json
 
 For each class of scheme and each measure: the worst upper bound of what must pass, over all models and
 texts, the best lower bound of what must fail, their geometric mean, and the limit in evals/thresholds.py. A
 class's must-fails are must-passes of the next coarser one: a limit that lets those through says nothing.
-Losses throughout: disagreement is 1 - agreement, excess the perplexity's ratio - 1.
+Losses throughout: disagreement is 1 - agreement, excess the perplexity's ratio - 1. Those on another than the
+built-in text are divided by what widens its limits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.evals.thresholds import LIMITS, Limits, SchemeClass
+from qinfer.evals.thresholds import LIMITS, OTHER_TEXT, Limits, SchemeClass
 
 
 class Roles(NamedTuple):
@@ -30,7 +31,7 @@ class Roles(NamedTuple):
 ROLES: Mapping[SchemeClass, Roles] = {
     "w8a16": Roles(("source", "w8a16-int8-rtn"), ("w8a8-fp8",)),
     "w8a8": Roles(("source", "w8a16-int8-rtn", "w8a8-int8-smoothquant", "w8a8-fp8"), ("w4a16-awq",)),
-    "w4a16": Roles(("w4a16-awq",), ("w4a16-g32-asym-rtn", "w4a16-g64-sym-rtn", "w4a16-channel-sym-rtn")),
+    "w4a16": Roles(("w4a16-awq",), ("w4a16-g32-asym-rtn", "w4a16-channel-sym-rtn")),
 }
 _MEASURES = {
     "mean_kl": "mean KL",
@@ -42,7 +43,12 @@ _MEASURES = {
 
 def main() -> None:
     rows = json.loads(Path(sys.argv[1]).read_text())["rows"]
-    print("| class | measure | worst that must pass | best that must fail | geometric mean | limit |")
+    print("| model | text | checkpoint | " + " | ".join(_MEASURES.values()) + " |")
+    print("|---|---|---|" + "---|" * len(_MEASURES))
+    for row in rows:
+        cells = (f"{row[m][0]:.4g} [{row[m][1]:.4g}, {row[m][2]:.4g}]" for m in _MEASURES.values())
+        print(f"| {row['model']} | {row['text']} | {row['checkpoint']} | {' | '.join(cells)} |")
+    print("\n| class | measure | worst that must pass | best that must fail | geometric mean | limit |")
     print("|---|---|---|---|---|---|")
     for kind, roles in ROLES.items():
         for field, measure in _MEASURES.items():
@@ -58,12 +64,14 @@ def main() -> None:
 
 
 def _loss(row: Mapping[str, Any], measure: str, *, upper: bool) -> float:
-    """The measure's bound as a loss; `upper` is the end where more is lost."""
+    """The measure's bound as a loss on the built-in text; `upper` is the end where more is lost."""
     _, low, high = row[measure]
+    loss: float = high if upper else low
     if measure == "top-1 agreement":
-        return 1 - (low if upper else high)
-    bound: float = high if upper else low
-    return bound - 1 if measure == "perplexity ratio" else bound
+        loss = 1 - (low if upper else high)
+    elif measure == "perplexity ratio":
+        loss -= 1
+    return loss if row["text"] == "built-in" else loss / OTHER_TEXT
 
 
 if __name__ == "__main__":

@@ -159,7 +159,8 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     profile = profile_named(comparison.profile)
     tasks = [] if comparison.questions is None else comparison.questions.load()
     kind = scheme_class(candidate.schemes().values())
-    limits = limits_for(kind, source.num_parameters, profile)
+    other_text = comparison.text_file is not None
+    limits = limits_for(kind, source.num_parameters, profile, other_text=other_text)
     length = min(WINDOW, candidate.checkpoint.config.context_len, source.checkpoint.config.context_len)
     ours, windows = (
         text.first_tokens(_held_out(model.tokenizer, comparison.text_file, length), profile.num_tokens)

@@ -9,7 +9,15 @@ from typing import get_args
 import pytest
 
 from qinfer.errors import UserError
-from qinfer.evals.thresholds import LIMITS, PROFILES, SchemeClass, limits_for, profile_named, scheme_class
+from qinfer.evals.thresholds import (
+    LIMITS,
+    OTHER_TEXT,
+    PROFILES,
+    SchemeClass,
+    limits_for,
+    profile_named,
+    scheme_class,
+)
 
 
 def test_limits_run_from_small_to_large_in_the_logarithms() -> None:
@@ -20,6 +28,13 @@ def test_limits_run_from_small_to_large_in_the_logarithms() -> None:
     assert limits_for("w4a16", 70 * 10**9, standard) == pytest.approx(large)
     middle = limits_for("w4a16", round(math.sqrt(7) * 1e9), standard)
     assert middle == pytest.approx([math.sqrt(a * b) for a, b in zip(small, large, strict=True)], rel=1e-6)
+
+
+def test_another_text_widens_what_is_measured_on_text_alone() -> None:
+    standard = PROFILES["standard"]
+    built_in, other = (limits_for("w4a16", 1, standard, other_text=other) for other in (False, True))
+    assert other[:-1] == pytest.approx([OTHER_TEXT * limit for limit in built_in[:-1]])
+    assert other.accuracy_lost == built_in.accuracy_lost
 
 
 def test_profiles_ask_for_more_and_allow_less() -> None:
