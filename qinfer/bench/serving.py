@@ -43,6 +43,7 @@ class Load:
     percentiles: Sequence[float] = (99.0,)
     slo: Mapping[str, float] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+    profile: bool = False
 
     @property
     def warmups(self) -> int:
@@ -81,7 +82,11 @@ async def measure(
     prompts = texts_of(dataset.draw(tokenizer.vocab_size, tokenizer), tokenizer, dataset.seed)
     warm = await _warm_up(target, tokenizer, load, fields)
     before = await Counters.read(target.address)
+    if load.profile:
+        await _profile(target, "start")
     samples, duration = await run(target, prompts, load, fields, progress=progress)
+    if load.profile:
+        await _profile(target, "stop")
     after = await Counters.read(target.address)
     if all(not sample.ok for sample in samples):
         raise UserError(f"every request failed; the first: {samples[0].error}")
@@ -105,6 +110,16 @@ async def measure(
         "server_metrics": after.since(before),
     }
     return document, samples
+
+
+async def _profile(target: Target, what: str) -> None:
+    """Has the server record itself, or end that; UserError where it does not let us."""
+    status = await status_of(target.address, "POST", f"/{what}_profile", target.headers)
+    if status != 200:
+        raise UserError(
+            f"--profile: the server answers {status} to /{what}_profile (QINFER_SERVER_DEV_MODE=1 opens it)",
+            "profile",
+        )
 
 
 async def _warm_up(

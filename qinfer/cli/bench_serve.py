@@ -104,6 +104,9 @@ def serve(
     ] = False,
     result_dir: Annotated[Path, typer.Option(help="Where the file goes.")] = Path("."),
     result_filename: Annotated[str | None, typer.Option(help="The file's name.")] = None,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Have the server record itself meanwhile.")
+    ] = False,
     disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="No progress bar.")] = False,
     hf_token: HubTokenOption = None,
     as_json: JsonOption = False,
@@ -151,6 +154,7 @@ def serve(
             percentiles=percentiles,
             slo=slo,
             fields=_fields(context, target.chat),
+            profile=profile,
         )
         file = _file(context, save_result or append_result)
         served = asyncio.run(serving.served_model(target, ready_check_timeout_sec))

@@ -100,6 +100,14 @@ def test_requests_that_fail_are_counted(serve_scripted, bench):
     assert "temperature must be" in err
 
 
+def test_a_server_that_records_itself(serve_scripted, bench):
+    words = ("--num-prompts", 2, "--random-input-len", 3, "--random-output-len", 2, "--profile")
+    with serve_scripted() as served:
+        code, _, err = bench(served.url, *words)
+        assert code == 2
+        assert "answers 404 to /start_profile (QINFER_SERVER_DEV_MODE=1 opens it)" in err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
