@@ -5,9 +5,11 @@
 #
 # Both may be run again: what is done already is not done twice. Variables:
 #   PYTHON       the Python that makes the environment (python3)
+#   JOBS         processes that run tests (2; each takes about 2 GB)
 #   TORCH_INDEX  a package index to take torch from first, for PyTorch's CPU wheels (see the README)
 
 PYTHON ?= python3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 DEMO := demo/smollm2-135m-int8
@@ -27,7 +29,7 @@ test: $(VENV)/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 # what takes minutes: full calibrations, the real model under every preset
 slow: $(VENV)/installed-test

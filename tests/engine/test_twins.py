@@ -73,13 +73,13 @@ def claimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     backend.settings.cache_clear()
 
 
-def quantized(scheme_name: str) -> Callable[[Any, Any, Any], Any]:
+def quantized(scheme_name: str) -> Callable[..., Any]:
     """Loads a checkpoint as if its linears were stored in that scheme."""
     scheme = scheme_by_name(scheme_name)
 
-    def linear(checkpoint: Any, module: str, device: torch.device) -> Any:
+    def linear(checkpoint: Any, module: str, device: torch.device, dtype: torch.dtype) -> Any:
         weight = checkpoint.tensor(f"{module}.weight", device)
-        return scheme, scheme.quantize(weight, dtype=weight.dtype)
+        return scheme, scheme.quantize(weight, dtype=dtype)
 
     return linear
 
