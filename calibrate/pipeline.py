@@ -43,7 +43,14 @@ from qinfer.calibrate.selftext import Generate, engine_generate
 from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
-from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, layer_tensors
+from qinfer.checkpoint.names import (
+    all_modules,
+    layer_groups,
+    layer_modules,
+    layer_prefix,
+    layer_tensors,
+    unquantized,
+)
 from qinfer.checkpoint.writer import CheckpointWriter, check_out
 from qinfer.env import cpu_features
 from qinfer.errors import CheckpointError, UserError
@@ -316,7 +323,7 @@ def _configuration(job: QuantizeJob) -> dict[str, Any]:
     exceptions = {m: job.scheme_of_module(m) for m in all_modules(job.source.config)}
     return quantization_config(
         job.recipe.scheme,
-        ignore=["lm_head"],
+        ignore=unquantized(job.source.config),
         exceptions={m: s for m, s in exceptions.items() if s != job.recipe.scheme},
         kv_cache_scheme=kv_cache_scheme(job.kv_scales),
     )
@@ -338,9 +345,9 @@ def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> Quant
     )
     layer = quantize_layer(plan, load_block(job.source, index), batches)
     named = {plan.prefix + name: tensor for name, tensor in layer.tensors.items()}
-    for name in layer_tensors(config, index).keys() & named.keys() & job.source.names():
-        if not name.endswith("_proj.weight"):
-            named[name] = named[name].to(job.source.tensor(name).dtype)  # norms and biases, as they were
+    linears = {f"{plan.prefix}{module}.weight" for module in layer_modules(config)}
+    for name in (layer_tensors(config, index).keys() & named.keys() & job.source.names()) - linears:
+        named[name] = named[name].to(job.source.tensor(name).dtype)  # norms, biases, a router: as they were
     if job.kv_scales is not None:
         scales = scale_tensors(job.kv_scales, layer.kv_maxima, job.storage)
         named |= {plan.prefix + name: tensor for name, tensor in scales.items()}
