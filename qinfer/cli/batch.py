@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -173,13 +174,14 @@ def _answered(
 ) -> dict[str, Any]:
     """Loads the model and runs the batch; leaves with 1 where the run was ended by what a line met."""
     from qinfer.async_llm import AsyncLLM
+    from qinfer.batch.metrics import metrics_served
     from qinfer.batch.run import FailedLineError
     from qinfer.server.state import ServerState
 
     engine = AsyncLLM(llm := load())
     try:
         state = ServerState(engine, llm.served_model_names, llm.gate, options)
-        with _metrics_served(state, metrics):
+        with metrics_served(state, metrics), _interrupts_cancel():
             return asyncio.run(make(state).run())
     except (EngineDeadError, FailedLineError) as error:
         print(f"qinfer: {error}; --resume goes on after what is written", file=sys.stderr)
@@ -189,28 +191,15 @@ def _answered(
 
 
 @contextmanager
-def _metrics_served(state: ServerState, address: tuple[str, int] | None) -> Iterator[None]:
-    """/metrics on a port of its own, where one is wanted."""
-    if address is None:
-        yield
-        return
-    from prometheus_client import start_http_server
-
-    from qinfer.server.exposition import make_registry
-    from qinfer.server.http_metrics import HttpMetrics
-    from qinfer.server.metrics import ServerMetrics
-
-    metrics = ServerMetrics(state.engine.max_model_len, state.options.histogram_bounds)
-    state.engine.observe(metrics)
-    host, port = address
-    registry = make_registry(state, metrics, HttpMetrics())
-    server, thread = start_http_server(port, host, registry)
-    print(f"metrics at http://{host}:{server.server_port}/metrics", file=sys.stderr, flush=True)
+def _interrupts_cancel() -> Iterator[None]:
+    """Ctrl-C cancels what asyncio runs, which it arranges where nobody else has; ignored ones stay so."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        server.shutdown()
-        thread.join()
+        signal.signal(signal.SIGINT, before)
 
 
 def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:

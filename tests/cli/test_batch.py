@@ -1,10 +1,12 @@
 """`qinfer batch` on a tiny model: exit codes, places, resuming, the example that comes with it."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
+from qinfer.batch.output import OrderedOutput, written_before
 from qinfer.testing import tiny_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "batch.jsonl"
@@ -86,6 +88,25 @@ def test_metrics_while_it_runs(qinfer, model, source, tmp_path):
     code, _, stderr = qinfer("batch", model, "-i", source, "-o", tmp_path / "out.jsonl", *words)
     assert code == 0
     assert "metrics at http://127.0.0.1:" in stderr
+
+
+def test_an_interrupted_run_leaves_a_beginning(qinfer, model, source, tmp_path, monkeypatch):
+    out, put = tmp_path / "out.jsonl", OrderedOutput.put
+
+    def interrupted(self, outcome):
+        put(self, outcome)
+        if self.first == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(OrderedOutput, "put", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored here
+    try:
+        code, _, stderr = qinfer("batch", model, "-i", source, "-o", out, "--max-inflight", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (code, stderr.splitlines()[-1]) == (130, "qinfer: interrupted")
+    assert "Traceback" not in stderr
+    assert written_before(source, out, None) == 2
 
 
 @pytest.mark.parametrize(
