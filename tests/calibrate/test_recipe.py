@@ -44,8 +44,8 @@ def test_q07_group_size_is_lowered_for_the_whole_model_and_said():
 
 def test_group_size_that_divides_is_kept_without_a_note():
     wide = ModelConfig.from_dict(tiny_config("llama", hidden_size=128, intermediate_size=256))
-    assert settle(wide, "awq") == (W4A16(128, False), "awq", ())
-    assert settle(CONFIG, "awq", group_size=32, symmetric=True) == (W4A16(32, True), "awq", ())
+    assert settle(wide, "awq") == (W4A16(128, False), "awq", (), "output")
+    assert settle(CONFIG, "awq", group_size=32, symmetric=True) == (W4A16(32, True), "awq", (), "output")
 
 
 @pytest.mark.parametrize(
@@ -53,9 +53,9 @@ def test_group_size_that_divides_is_kept_without_a_note():
     [
         ({"scheme": "int4"}, ["'int4'", "int8, fp8, awq", "w4a16"]),
         ({"scheme": "dense"}, ["'dense' quantizes nothing"]),
-        ({"scheme": "awq", "method": "gptq"}, ["'gptq'", "rtn, smoothquant, awq"]),
-        ({"scheme": "w4a16", "method": "smoothquant"}, ["w4a16", "use awq or rtn"]),
-        ({"scheme": "int8", "method": "awq"}, ["w8a8-int8", "use smoothquant or rtn"]),
+        ({"scheme": "awq", "method": "gptqq"}, ["'gptqq'", "rtn, smoothquant, awq"]),
+        ({"scheme": "w4a16", "method": "smoothquant"}, ["w4a16", "use awq, gptq or rtn"]),
+        ({"scheme": "int8", "method": "awq"}, ["w8a8-int8", "use smoothquant, gptq or rtn"]),
         ({"scheme": "int8", "group_size": 64}, ["group_size", "w8a8-int8"]),
         ({"scheme": "awq", "group_size": 48}, ["48", "128, 64 or 32"]),
     ],

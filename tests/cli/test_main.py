@@ -46,7 +46,7 @@ def test_every_command_documents_each_of_its_options(qinfer, command):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--nonsense"], "no such option: --nonsense; commands: quantize, eval, generate,"),
+        (["--nonsense"], "no such option: --nonsense; commands: quantize, eval, gate, generate,"),
         (["pln", "x"], "no such command 'pln'. Did you mean 'plan'?; commands: quantize, eval,"),
         (["plan"], "missing argument 'MODEL'; `qinfer plan --help` lists"),
         (["plan", "a", "b"], "got unexpected extra argument(s) (b); `qinfer plan --help`"),

@@ -113,7 +113,7 @@ def test_plan_of_chosen_rows(qinfer, llama):
     ]  # fmt: skip
     code, out, err = qinfer("plan", llama, "--scheme", "w2", "--memory", "24GiB")
     assert (code, out) == (2, "")
-    assert "--scheme 'w2': choose from int8, fp8, awq, dense, w8a8-int8" in err
+    assert "--scheme 'w2': choose from int8, fp8, awq, gptq, dense, w8a8-int8" in err
     code, out, err = qinfer("plan", llama, "--kv-cache-dtype", "int4", "--memory", "24GiB")
     assert (code, out) == (2, "")
     assert "--kv-cache-dtype 'int4': choose from auto, bfloat16" in err
