@@ -9,7 +9,9 @@ For larger models it is estimated, from one pass forward and back: with labels d
 and g the gradient of their log-probability by the unit's output, an error d of that output costs about
 (g . d)^2 / 2 nats (the Fisher information, which is the curvature of KL; errors of different tokens are taken
 as independent). Both are in the same unit, and both are only sums where errors add up, so a choice made by
-them is measured again as a whole.
+them is measured again as a whole. On SmolLM2-135M in 4 bits the last MLP's units were measured at 0.0152
+and 0.0129 and estimated at 0.0140 and 0.0114; the worst of ten, whose error grows on its way, was measured at
+0.0221 and estimated at 0.0082.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from qinfer.quant import ActivationFormat, Scheme
 
 Unit = tuple[int, str]  # a layer and one of its groups
 MEASURED_PARAMETERS = 1_000_000_000  # of linears; above, sensitivities are estimated
-TOKENS = 1024  # read per unit: means of KL over so many tokens tell units apart
+TOKENS = 512  # read per unit: means of KL over so many tokens tell units apart
 _ROWS = 256  # of logits at a time
 
 _CPU = torch.device("cpu")
