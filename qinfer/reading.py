@@ -113,7 +113,7 @@ class Reader:
     def identity(self) -> str:
         """Hex digest of all that decides its logits: files, dtypes, versions, code and the machine's kind."""
         device = model_device()
-        on = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        on = torch.cuda.get_device_name(device) if device.type == "cuda" else env.cpu_name()
         return key_of(
             files=self.model.hashes,
             serving=self.serving.to_dict(),
