@@ -240,7 +240,7 @@ def test_a_task_in_yaml(tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) -> No
     write(tmp_path / "rows.jsonl", *rows)
     (tmp_path / "mine.yaml").write_text(
         "task: mine\noutput_type: loglikelihood\ndataset_path: json\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}}}\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'rows.jsonl'}}}, cache_dir: {tmp_path}}}\n"
         "doc_to_text: '{{q}}'\ndoc_to_target: ' {{a}}'\nmetric_list: [{metric: acc}]\n"
         "num_fewshot: 2\nfewshot_split: test\n"
     )
@@ -312,7 +312,7 @@ def test_tasks_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     rows = write(tmp_path / "rows.jsonl", {"q": "say", "a": "b"})
     (tmp_path / "code.yaml").write_text(
         "task: code\noutput_type: generate_until\ndataset_path: json\ntest_split: test\n"
-        f"dataset_kwargs: {{data_files: {{test: {rows}}}}}\nunsafe_code: true\n"
+        f"dataset_kwargs: {{data_files: {{test: {rows}}}, cache_dir: {tmp_path}}}\nunsafe_code: true\n"
         "doc_to_text: '{{q}}'\ndoc_to_target: '{{a}}'\nmetric_list: [{metric: exact_match}]\n"
     )
     with pytest.raises(UserError, match="code runs programs that the model writes"):
