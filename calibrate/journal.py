@@ -108,10 +108,10 @@ class Journal:
                 other.unlink()
 
 
-def begun(folder: Path) -> bool:
-    """Whether a journal below `folder` holds any finished layer."""
+def finished_layers(folder: Path) -> int:
+    """How many layers the journal below `folder` holds; 0 where there is none."""
     file = folder / FOLDER / _LAYERS
-    return file.is_file() and b"\n" in file.read_bytes()
+    return file.read_bytes().count(b"\n") if file.is_file() else 0
 
 
 def check_same(folder: Path, identity: Mapping[str, Any]) -> bool:
@@ -119,7 +119,7 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> bool:
 
     Raises UserError, naming what differs, where it was another command that could still go on.
     """
-    if not begun(folder):
+    if not finished_layers(folder):
         return False
     before, now = (_flat(read_json(folder / FOLDER / _BEGUN)), _flat(_plain(identity)))
     different = [name for name in {**now, **before} if before.get(name) != now.get(name)]

@@ -58,6 +58,10 @@ class DummyCheckpoint(Checkpoint):
             math.prod(spec.shape) * (spec.dtype or self._dtype).itemsize for spec in self._specs.values()
         )
 
+    def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape of a dense tensor, and the configuration's dtype as safetensors calls it."""
+        return self._specs[name].shape, {"float32": "F32", "float16": "F16"}.get(self.config.dtype, "BF16")
+
     def tensor(self, name: str, device: torch.device = CPU) -> Tensor:
         """A dense tensor in the configuration's dtype: a matrix, the weight of a norm, or a bias."""
         shape = self._specs[name].shape

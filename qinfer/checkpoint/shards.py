@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from qinfer.checkpoint.files import read_json, write_json
@@ -22,6 +23,8 @@ from qinfer.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 2 * 1000**3  # also the most that a writer keeps in memory
+_STRETCH = 1 << 24  # bytes copied at a time
+_ITEM_BYTES = {"I64": 8, "F64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I16": 2}
 
 
 class Header(NamedTuple):
@@ -205,18 +208,51 @@ class ShardWriter:
         if len(files) == 1:
             files[0].rename(shard)
             return
-        _save({name: tensor for file in files for name, tensor in load_file(file).items()}, shard)
+        _copy_together(files, shard)
         for file in files:
             file.unlink()
 
 
+def _copy_together(files: Sequence[Path], target: Path) -> None:
+    """One safetensors file of the tensors of several, copied a stretch at a time, widest numbers first."""
+    places = []
+    for file in files:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            raw = json.loads(stream.read(length))
+        raw.pop("__metadata__", None)
+        places += [(file, 8 + length, name, entry) for name, entry in raw.items()]
+    places.sort(key=lambda place: (-_ITEM_BYTES.get(place[3]["dtype"], 1), place[2]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for _, _, name, entry in places:
+        start, end = end, end + entry["data_offsets"][1] - entry["data_offsets"][0]
+        header[name] = {**entry, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with _whole(target) as draft, draft.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for file, base, _, entry in places:
+            start, stop = entry["data_offsets"]
+            with file.open("rb") as stream:
+                stream.seek(base + start)
+                for left in range(stop - start, 0, -_STRETCH):
+                    out.write(stream.read(min(left, _STRETCH)))
+
+
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     """Writes a file that is whole or not there, whatever happens to process or machine."""
+    with _whole(file) as draft:
+        save_file(tensors, draft, metadata={"format": "pt"})
+        mask = os.umask(0)
+        os.umask(mask)
+        draft.chmod(0o666 & ~mask)  # safetensors makes it readable by its owner alone
+
+
+@contextmanager
+def _whole(file: Path) -> Iterator[Path]:
     draft = file.with_suffix(".part")
-    save_file(tensors, draft, metadata={"format": "pt"})
-    mask = os.umask(0)
-    os.umask(mask)
-    draft.chmod(0o666 & ~mask)  # safetensors makes it readable by its owner alone
+    yield draft
     with draft.open("rb") as stream:
         os.fsync(stream.fileno())
     draft.rename(file)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,9 @@ from qinfer.cli.options import (
 )
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
+
+if TYPE_CHECKING:
+    from qinfer.calibrate.dry_run import DryRun
 
 
 def quantize(
@@ -99,6 +103,12 @@ def quantize(
             help="Go on behind the last layer that this very command finished before it was stopped.",
         ),
     ] = True,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print what it will take: time, RAM, VRAM and disk. Reads a config.json."
+        ),
+    ] = False,
     sign: SignOption = None,
     valid_days: ValidDaysOption = None,
     revision: RevisionOption = None,
@@ -109,32 +119,49 @@ def quantize(
     with stdout_kept_for_result():
         from qinfer import jobs
 
+        result: DryRun | jobs.QuantizeResult
         try:
-            result = jobs.quantize(
-                model,
-                out,
-                scheme=scheme,
-                method=method,
-                group_size=group_size,
-                symmetric=symmetric,
-                ranges=ranges,
-                kv_scales=kv_scales,
-                rotate=rotate,
-                budget=budget,
-                until_gate=until_gate,
-                calibration=calibration,
-                num_samples=num_samples,
-                max_seq_len=max_seq_len,
-                seed=seed,
-                gate=gate,
-                profile=profile,
-                overwrite=overwrite,
-                resume=resume,
-                sign=sign,
-                valid_days=valid_days,
-                revision=revision,
-                hf_token=hf_token,
-            )
+            if dry_run:
+                result = _plan(
+                    model,
+                    out,
+                    (revision, hf_token),
+                    scheme=scheme,
+                    method=method,
+                    group_size=group_size,
+                    symmetric=symmetric,
+                    ranges=ranges,
+                    with_text=kv_scales is not None or budget is not None or until_gate,
+                    num_samples=num_samples,
+                    max_seq_len=max_seq_len,
+                    overwrite=overwrite,
+                )
+            else:
+                result = jobs.quantize(
+                    model,
+                    out,
+                    scheme=scheme,
+                    method=method,
+                    group_size=group_size,
+                    symmetric=symmetric,
+                    ranges=ranges,
+                    kv_scales=kv_scales,
+                    rotate=rotate,
+                    budget=budget,
+                    until_gate=until_gate,
+                    calibration=calibration,
+                    num_samples=num_samples,
+                    max_seq_len=max_seq_len,
+                    seed=seed,
+                    gate=gate,
+                    profile=profile,
+                    overwrite=overwrite,
+                    resume=resume,
+                    sign=sign,
+                    valid_days=valid_days,
+                    revision=revision,
+                    hf_token=hf_token,
+                )
         except UserError as error:  # which calls it `symmetric`, a word that nobody typed
             if error.parameter != "symmetric":
                 raise
@@ -143,5 +170,16 @@ def quantize(
                 f"{flag} is for --scheme w4a16 or awq, not for {scheme}: leave it out", flag
             ) from None
     show(result.to_dict(), result.to_text(), as_json)
-    if result.gate is not None and result.gate.verdict != "PASS":
+    if isinstance(result, jobs.QuantizeResult) and result.gate is not None and result.gate.verdict != "PASS":
         raise typer.Exit(1)
+
+
+def _plan(model: str, out: str, where: tuple[str | None, str | None], **settings: Any) -> DryRun:
+    """What a run takes, from the configuration alone: of a hub model nothing else is fetched."""
+    from qinfer import hub
+    from qinfer.calibrate import dry_run
+    from qinfer.checkpoint.dummy import open_dummy
+
+    revision, token = where
+    folder = hub.config_file(model, revision=revision, token=token).parent
+    return dry_run.plan(open_dummy(folder), Path(out), **settings)

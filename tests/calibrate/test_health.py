@@ -53,7 +53,7 @@ def test_dense_tensor_with_nan_is_named():
 def test_expected_names_replace_each_weight_by_the_schemes_tensors():
     config = ModelConfig.from_dict(tiny_config("qwen2"))
     source = {n for i in range(2) for n in layer_tensors(config, i)} | set(global_tensors(config))
-    expected = health.expected_names(config, W8A8Int8(), source)
+    expected = health.expected_names(config, lambda _: W8A8Int8(), source)
     module = "model.layers.1.self_attn.q_proj"
     assert {f"{module}.weight", f"{module}.weight_scale", f"{module}.bias"} <= expected
     assert len(expected) == len(source) + len(all_modules(config))

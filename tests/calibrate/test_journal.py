@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qinfer.calibrate import pipeline
-from qinfer.calibrate.journal import FOLDER, begun
+from qinfer.calibrate.journal import FOLDER, finished_layers
 from qinfer.checkpoint import shards
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.writer import CheckpointWriter
@@ -129,7 +129,7 @@ def test_another_commands_work_is_not_deleted(source, tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=rf"unfinished work of another command \({name}"):
             pipeline.run(_job(source, tmp_path / "out", **change), progress=False)
-    assert begun(tmp_path / "out.partial")
+    assert finished_layers(tmp_path / "out.partial")
     pipeline.run(_job(source, tmp_path / "out", seed=7, resume=False), progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -139,7 +139,7 @@ def _leave_unfinished(source, out, monkeypatch):
         _stop_at(patch, pipeline, "_quantize_layer", 3)
         with pytest.raises(_Killed):
             pipeline.run(_job(source, out), progress=False)
-    assert begun(out.with_name(out.name + ".partial"))
+    assert finished_layers(out.with_name(out.name + ".partial"))
 
 
 def test_changed_weights_are_another_command(source, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from qinfer.calibrate.journal import begun
+from qinfer.calibrate.journal import finished_layers
 from qinfer.testing import tiny_model
 
 LAYERS = 3
@@ -43,7 +43,7 @@ def test_sigkill_of_the_command_and_the_same_command_again(qinfer, source, tmp_p
     out, whole = str(tmp_path / "out"), str(tmp_path / "whole")
     killed = subprocess.run([sys.executable, "-c", _KILLED, *command, out], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
-    assert begun(tmp_path / "out.partial")
+    assert finished_layers(tmp_path / "out.partial")
     other = qinfer(*command, out, "--seed", 7)
     assert other.code == 2
     assert "unfinished work of another command (seed was 42, is now 7)" in other.stderr
@@ -52,3 +52,18 @@ def test_sigkill_of_the_command_and_the_same_command_again(qinfer, source, tmp_p
     assert qinfer(*command, whole).code == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_dry_run_says_how_many_layers_are_finished_and_touches_nothing(qinfer, source, tmp_path):
+    out = tmp_path / "out"
+    command = ["quantize", str(source), "--scheme", "fp8", "--no-gate", "--out", str(out)]
+    fresh = qinfer(*command, "--dry-run", "--json")
+    assert fresh.code == 0
+    assert json.loads(fresh.stdout)["finished"] == 0
+    assert list(tmp_path.iterdir()) == []
+    killed = subprocess.run([sys.executable, "-c", _KILLED, *command], capture_output=True, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    text = qinfer(*command, "--dry-run").stdout
+    assert "1 layers are finished: the same command goes on behind them" in text
+    assert finished_layers(tmp_path / "out.partial") == 1
+    assert qinfer(*command, "--sym", "--dry-run").code == 2
