@@ -194,7 +194,7 @@ def test_responses_are_kept_until_deleted(client, strictly):
         ),
         ({"input": "word " * 400}, openai.BadRequestError),
         ({"model": "other"}, openai.NotFoundError),
-        ({"background": True}, openai.InternalServerError),
+        ({"background": True, "store": False}, openai.BadRequestError),
         ({"extra_body": {"conversation": "conv_1"}}, openai.InternalServerError),
     ],
 )
