@@ -11,6 +11,7 @@ never waited for, so the step may be a graph, at num_experts / k times the work.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -50,11 +51,16 @@ class Experts:
 
     def route(self, x: Tensor) -> Tensor:
         """Weight of each expert for each token, [T, E] in x's dtype; 0 of those that were not chosen."""
+        x = x.to(self.router.dtype)  # float32 where one token runs by rows
         scores = F.linear(x, self.router).softmax(-1, dtype=torch.float32)
         top, chosen = scores.topk(self.config.experts_per_token, dim=-1)
         if self.config.renormalize_experts:
             top = top / top.sum(-1, keepdim=True)
         return torch.zeros_like(scores).scatter_(1, chosen, top).to(x.dtype)
+
+    def __copy__(self) -> Experts:
+        """One whose experts' linears may be replaced without touching these."""
+        return Experts(self.config, self.router, [copy.copy(expert) for expert in self.experts])
 
     def _everywhere(self, x: Tensor, weights: Tensor, tap: Tap | None) -> Tensor:
         out = torch.zeros_like(x)

@@ -1,5 +1,6 @@
 """Mixtures of experts: logits of Mixtral and Qwen3-MoE are transformers', and both ways to run them agree."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,33 @@ def test_a_mixture_is_served_through_pages(family: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, min_tokens=12)
     (output,) = llm.generate([{"prompt_token_ids": ids}], params)
     assert list(output.outputs[0].token_ids) == expected[0, 20:].tolist()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("scheme", ["w8a8-int8", "w8a8-fp8", "w4a16"])
+def test_one_token_at_a_time_is_served_as_many_are(family: str, scheme: str, tmp_path: Path) -> None:
+    path = tiny_model(family, tmp_path, dtype="bfloat16")
+    llm = LLM(str(path), load_format="dummy", scheme=scheme, num_kv_blocks=64, allow_ungated=True)
+    ids = prompt(20).tolist()
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+    (output,) = llm.generate([{"prompt_token_ids": ids}], params)
+    tokens, pairs = output.outputs[0].token_ids, output.outputs[0].logprobs
+    assert pairs is not None
+    rows = torch.cat(list(llm.engine.prompt_logits([*ids, *tokens])))[19:27]
+    for token, logprobs, row in zip(tokens, pairs, rows, strict=True):
+        best, second = sorted((pair.logprob for pair in logprobs.values()), reverse=True)[:2]
+        assert token == int(row.argmax()) or best - second < 0.1  # a near tie of bfloat16
+
+
+def test_a_copy_has_linears_of_its_own(tmp_path: Path) -> None:
+    decoder = load_decoder(open_checkpoint(tiny_model("mixtral", tmp_path)))
+    experts = decoder.layers[0].mlp
+    assert isinstance(experts, Experts)
+    before = experts.experts[2].down
+    copied = copy.copy(experts)
+    copied.experts[2].down = experts.experts[1].down
+    assert experts.experts[2].down is before
+    assert copied.experts[3].down is experts.experts[3].down
 
 
 def test_groups_are_each_experts_own_and_the_router_is_none() -> None:
