@@ -1,6 +1,6 @@
 """Checkpoints of other tools: what their packers wrote means here what they say (cases Q03, Q04, Q24).
 
-The vectors were written by AutoAWQ, AutoGPTQ, GPTQModel and ModelOpt themselves, and `expected` is each
+The vectors were written by AutoAWQ, AutoGPTQ, GPTQModel, fbgemm and ModelOpt themselves; `expected` is each
 tool's own dequantization: scale times a small integer, which one rounding to float16 leaves exact.
 """
 
@@ -55,6 +55,8 @@ SCHEMES: dict[str, Scheme] = {
     "autogptq-random-3-asym": Dense(),
     "autogptq-random-2-asym": Dense(),
     "gptqmodel-random-3-asym": Dense(),
+    "fbgemm-real": W8A8Fp8(),
+    "fbgemm-random": W8A8Fp8(),
     "modelopt-real-fp8": W8A8Fp8Static(),
     "modelopt-random-fp8": W8A8Fp8Static(),
     "modelopt-real-fp8-channel": W8A8Fp8(),

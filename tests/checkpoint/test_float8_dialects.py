@@ -1,7 +1,7 @@
 """HF/DeepSeek fp8 and fbgemm_fp8: what transformers quantizes is read here, and what it reads is the same.
 
 transformers' own quantizing step (`Fp8Quantize`) writes the weights, and its loader, which dequantizes on a
-CPU, is the reference. fbgemm's packer wants its GPU library; its format is written out from its description.
+CPU, is the reference. What fbgemm's own packer wrote is in test_dialects.py.
 """
 
 import json

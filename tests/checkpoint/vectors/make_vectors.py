@@ -3,12 +3,13 @@
     python make_vectors.py MODEL PACKAGES...
 
 MODEL is a safetensors folder of SmolLM2-135M-Instruct, from which real weights are taken. PACKAGES are
-folders that hold the unpacked distributions: autoawq 0.2.9 and gptqmodel 7.7.0 (sdist), auto_gptq 0.7.1 and
-nvidia-modelopt 0.47.0 (wheel), and what these import (pip install --no-deps --target). None of them is needed
-to run a test: they want CUDA, other versions of torch, or a compiler.
+folders that hold the unpacked distributions: autoawq 0.2.9 and gptqmodel 7.7.0 (sdist), auto_gptq 0.7.1,
+nvidia-modelopt 0.47.0 and fbgemm-gpu-genai 1.9.0 (wheels), and what these import (pip install --no-deps
+--target). None of them is needed to run a test: they want CUDA, other versions of torch, or a compiler.
 
 Each vector is one safetensors file of a linear [32, 128]: the tensors as that packer wrote them, `expected`,
-what that tool itself dequantizes them to, and the quantization_config as metadata.
+what that tool itself dequantizes them to (fbgemm, which never does: code times scale), and the
+quantization_config as metadata.
 """
 
 from __future__ import annotations
@@ -153,6 +154,20 @@ def modelopt(name: str, weight: Tensor, algorithm: str) -> None:
     save(f"modelopt-{name}", tensors, expected, config)
 
 
+def fbgemm(packages: list[str], name: str, weight: Tensor) -> None:
+    root = next(Path(p) for p in packages if (Path(p) / "fbgemm_gpu/experimental/gemm").is_dir())
+    for part in ("fbgemm_gpu", "fbgemm_gpu.experimental", "fbgemm_gpu.experimental.gemm"):
+        package = types.ModuleType(part)  # the packages' own __init__ load CUDA libraries
+        package.__path__ = [str(root / part.replace(".", "/"))]
+        sys.modules[part] = package
+    from fbgemm_gpu.experimental.gemm.triton_gemm import fp8_gemm
+
+    packed, scale = fp8_gemm.quantize_fp8_row(weight)  # on a CPU its plain torch form
+    tensors = {"weight": packed, "weight_scale": scale.view(-1, 1)}  # as transformers stores it
+    config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    save(f"fbgemm-{name}", tensors, packed.float() * scale[:, None], config)
+
+
 def main() -> None:
     model, *packages = sys.argv[1:]
     sys.path[:0] = packages
@@ -162,6 +177,7 @@ def main() -> None:
         autogptq(packages, f"{kind}-4-asym-order", weight, 4, False, True)
         gptqmodel(f"{kind}-4-asym", weight, 4, GROUP, False, False)
         gptqmodel(f"{kind}-4-sym-order", weight, 4, GROUP, True, True)
+        fbgemm(packages, kind, weight)
         modelopt(f"{kind}-fp8", weight, "FP8")
         modelopt(f"{kind}-fp8-channel", weight, "FP8_PER_CHANNEL_PER_TOKEN")
     random = weights(Path(model))["random"]
