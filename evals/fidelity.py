@@ -30,7 +30,7 @@ from qinfer.evals.gate import Measure
 from qinfer.evals.statistics import CONFIDENCE, Interval, exponential, mean_interval, quantile_interval
 from qinfer.evals.thresholds import Limits
 
-# token ids [T] -> slices [<= rows, V] float32 in order, T rows in all
+# token ids [T] -> slices [<= rows, V] in order, T rows in all; float32, or narrower and widened tile by tile
 Logits = Callable[[Sequence[int]], Iterator[Tensor]]
 _TILE = 16  # positions
 TOP = 5  # likeliest tokens that are kept of the position that moved most
@@ -143,7 +143,7 @@ def _aligned(first: Iterator[Tensor], second: Iterator[Tensor]) -> Iterator[tupl
     """Tiles of equal rows from two streams that may be sliced differently; the streams must end together."""
     for ours, theirs in zip(_tiles(first), _tiles(second), strict=True):
         assert ours.shape == theirs.shape, f"logits {tuple(ours.shape)} against {tuple(theirs.shape)}"
-        yield ours, theirs
+        yield ours.float(), theirs.float()
 
 
 def _tiles(slices: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -69,7 +69,7 @@ def likelihoods(logits: Logits, windows: Iterable[Sequence[int]]) -> Iterator[Te
         scores, start = [], 0
         for rows in logits(token_ids):
             wanted = targets[start : start + len(rows)].to(rows.device)
-            scored = rows[: len(wanted)]
+            scored = rows[: len(wanted)].float()
             scores.append((scored.logsumexp(-1) - scored.gather(1, wanted[:, None])[:, 0]).cpu())
             start += len(rows)
         assert start == len(token_ids), f"logits of {start} positions for {len(token_ids)} tokens"

@@ -122,9 +122,9 @@ class Reader:
         )
 
     def logits(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Logits of every position, in order, as slices [rows, V] float32."""
+        """Logits of every position, in order, as slices [rows, V] of float32 or of the model's dtype."""
         if self._store is None:
-            yield from self._loaded().prompt_logits(token_ids)
+            yield from self._loaded().prompt_logits(token_ids, narrow=True)
             return
         hidden = self.hidden(token_ids)
         ends = self._head()

@@ -296,6 +296,6 @@ class FakeRunner:
         rows, limited = (None, False) if draw is None else (torch.from_numpy(draw.rows), draw.limited)
         return Arriving(choose(self.run(plan, token_ids).logits, rows, limited=limited))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
         """The kept rows are logits already."""
         return hidden

@@ -238,12 +238,17 @@ class Engine:
             self._scored_pages = []
 
     @torch.inference_mode()
-    def prompt_logits(self, token_ids: Sequence[int], *, rows: int | None = None) -> Iterator[Tensor]:
-        """Logits of every position of a text, as slices [<= rows, V] float32, made of `prompt_hidden`."""
+    def prompt_logits(
+        self, token_ids: Sequence[int], *, rows: int | None = None, narrow: bool = False
+    ) -> Iterator[Tensor]:
+        """Logits of every position of a text, as slices [<= rows, V] float32, made of `prompt_hidden`.
+
+        `narrow` leaves them in the model's dtype where that is what its head makes: the same numbers.
+        """
         rows = min(rows or self._logit_rows, self._logit_rows)
         for hidden in self.prompt_hidden(token_ids):
             for part in torch.split(hidden, rows):
-                yield self.runner.logits(part)
+                yield self.runner.logits(part, to_compare=narrow)
 
     def stats(self) -> EngineStats:
         """Counters and gauges, at the end of the last step."""

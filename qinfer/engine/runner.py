@@ -70,8 +70,8 @@ class StepRunner(Protocol):
         """Starts a plan and the choice of its tokens; `draw` is None where all are greedy."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Kept rows [rows, H] -> [rows, V] float32."""
+    def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
+        """Kept rows [rows, H] -> [rows, V] float32, or of the model's dtype if only `to_compare`."""
         ...
 
 
@@ -162,9 +162,9 @@ class Runner:
         return Arriving(ids[: sum(chunk.sample for chunk in plan.chunks)])
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Kept rows [rows, H] -> [rows, V] float32."""
-        return self.decoder.logits(hidden)
+    def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
+        """Kept rows [rows, H] -> [rows, V] float32, or of the model's dtype if only `to_compare`."""
+        return self.decoder.logits(hidden, to_compare=to_compare)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
