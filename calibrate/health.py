@@ -12,11 +12,23 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
+from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.names import all_modules, layer_modules, linear_shape
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
-from qinfer.quant import Scheme
+from qinfer.quant import Dense, Scheme
 
+CHECKS = (
+    "no tensor holds NaN or infinity",
+    "no scale is zero, denormal or negative",
+    "every tensor of every linear has its scheme's shape and dtype",
+    "no tensor is missing and none is there that should not be",
+    "no linear was left dense unasked",
+    "the files are as large as the schemes make them, and smaller than the source's",
+)
+_FLOATS = ("F64", "F32", "F16", "BF16")
+_SIZE_TOLERANCE = 0.02  # of the weights, and as much for each tensor's entry in a header:
+_HEADER_BYTES = 400
 _LISTED = 5  # names in a message
 _PORTION = 1 << 24  # numbers looked at at a time
 
@@ -46,9 +58,9 @@ def check_linear(
                 f"{full} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(spec.shape)}"
             )
         if suffix.endswith("scale") and not bool(
-            (tensor.float() > 0).all() and tensor.float().isfinite().all()
+            (tensor.float() >= torch.finfo(tensor.dtype).tiny).all() and tensor.float().isfinite().all()
         ):
-            raise CheckpointError(f"{full} holds a scale that is NaN, infinite or not above zero")
+            raise CheckpointError(f"{full} holds a scale that is NaN, infinite, denormal or not above zero")
         check_finite(full, tensor)
 
 
@@ -58,6 +70,27 @@ def check_finite(name: str, tensor: Tensor) -> None:
         for part in torch.split(tensor.flatten(), _PORTION):  # no float32 copy of an embedding
             if not bool(part.float().isfinite().all()):
                 raise CheckpointError(f"{name} holds NaN or infinity")
+
+
+def check_written(
+    result: Checkpoint, scheme_of: Callable[[str], Scheme], *, num_bytes: int, source_bytes: int
+) -> None:
+    """The last look at the files themselves; raises CheckpointError naming the linear or the size at fault.
+
+    `num_bytes` are those that the schemes make of the `source_bytes`.
+    """
+    for module in all_modules(result.config):
+        asked, found = scheme_of(module), result.scheme(module)
+        if asked.label != found.label:
+            raise CheckpointError(f"{module} reads as {found.label}, and was to be {asked.label}")
+        weight = f"{module}.weight"
+        if not isinstance(asked, Dense) and weight in result.names() and result.header(weight)[1] in _FLOATS:
+            raise CheckpointError(f"{weight} was left dense, and was to be {asked.label}")
+    slack = _SIZE_TOLERANCE * num_bytes + _HEADER_BYTES * len(result.names())
+    if abs(result.num_bytes - num_bytes) > slack:
+        raise CheckpointError(f"the weights take {result.num_bytes} bytes, and were to take {num_bytes}")
+    if num_bytes > source_bytes:
+        raise CheckpointError(f"the weights would take {num_bytes} bytes, more than {source_bytes} before")
 
 
 def check_complete(expected: set[str], written: set[str]) -> None:

@@ -282,6 +282,8 @@ def _run(
         mix={unit_name(unit): other.label for unit, other in job.mix.items()},
         sensitivity={unit_name(unit): cost for unit, cost in job.costs.items()},
         kv_scales=job.kv_scales,
+        settings=job.identity(),
+        health=health.CHECKS,
         layers=tuple(layers),
     )
     pages = {PAGE_NAME: html(result), MARKDOWN_NAME: markdown(result)}
@@ -290,7 +292,12 @@ def _run(
         files[SIDECAR] = sidecar(
             {i: {x: torch.tensor(of) for x, of in layer.kv_absmax.items()} for i, layer in enumerate(layers)}
         )
-    writer.finish(_configuration(job), files)
+    sizes = {"num_bytes": result.bytes_after, "source_bytes": result.bytes_before}
+    writer.finish(
+        _configuration(job),
+        files,
+        lambda written: health.check_written(written, job.scheme_of_module, **sizes),
+    )
     return result
 
 

@@ -48,12 +48,14 @@ class QuantizeReport:
     mix: dict[str, str] = field(default_factory=dict)  # "layer 3 down" -> label of its own scheme
     sensitivity: dict[str, float] = field(default_factory=dict)  # KL in nats of each unit quantized alone
     kv_scales: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)  # model, its weights, versions, seed
+    health: tuple[str, ...] = ()  # what was checked before the files appeared
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> QuantizeReport:
         """The report that `to_dict` wrote; TypeError or KeyError for anything else."""
         layers = tuple(LayerReport(**layer) for layer in raw["layers"])
-        return cls(**{**raw, "notes": tuple(raw["notes"]), "layers": layers})
+        return cls(**{**raw, "notes": tuple(raw["notes"]), "health": tuple(raw["health"]), "layers": layers})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

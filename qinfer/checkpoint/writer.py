@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -99,9 +99,14 @@ class CheckpointWriter:
         self._shards.add(name, tensor)
 
     def finish(
-        self, quantization_config: dict[str, Any] | None, extra_files: Mapping[str, str] | None = None
+        self,
+        quantization_config: dict[str, Any] | None,
+        extra_files: Mapping[str, str] | None = None,
+        check: Callable[[Checkpoint], None] | None = None,
     ) -> None:
         """Completes the folder; `extra_files` are texts by file name (reports).
+
+        `check` is asked about the checkpoint as it will be, and may raise what it thinks of it.
 
         What begins with a dot in `folder` is somebody's record of the work and is removed. Raises
         CheckpointError, and leaves no output, when a tensor that the model needs was not added.
@@ -115,7 +120,9 @@ class CheckpointWriter:
         for name, text in (extra_files or {}).items():
             (self._partial / name).write_text(text, encoding="utf-8")
         try:
-            open_checkpoint(self._partial)
+            written = open_checkpoint(self._partial)
+            if check is not None:
+                check(written)
         except Exception:
             self.abort()
             raise

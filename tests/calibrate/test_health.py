@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from qinfer.calibrate import health
+from qinfer.calibrate import health, pipeline
+from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules, global_tensors, layer_tensors
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.quant import W4A16, W8A8Int8
-from qinfer.testing import tiny_config
+from qinfer.testing import tiny_config, tiny_model
+from qinfer.tokenizer import Tokenizer
 
 SCHEME = W4A16(32, False)
 SHAPE = (16, 64)
@@ -62,3 +64,43 @@ def test_expected_names_replace_each_weight_by_the_schemes_tensors():
         health.check_complete(expected, expected - {"model.norm.weight"})
     with pytest.raises(CheckpointError, match=r"1 tensors unexpected .*: stray"):
         health.check_complete(expected, expected | {"stray"})
+
+
+def test_files_that_are_not_what_was_asked_for_are_named(tmp_path):
+    source = open_checkpoint(tiny_model("llama", tmp_path / "source"))
+    job = pipeline.prepare(source, Tokenizer.load(source.path), tmp_path / "out", scheme="fp8")
+    report = pipeline.run(job, progress=False)
+    written = open_checkpoint(tmp_path / "out")
+    sizes = {"num_bytes": report.bytes_after, "source_bytes": report.bytes_before}
+    health.check_written(written, job.scheme_of_module, **sizes)
+    assert report.health == health.CHECKS
+    module = "model.layers.0.self_attn.q_proj"
+    with pytest.raises(CheckpointError, match=rf"{module} reads as w8a8-fp8, and was to be w8a8-int8"):
+        health.check_written(written, lambda _: W8A8Int8(), **sizes)
+    with pytest.raises(CheckpointError, match=r"weights take \d+ bytes, and were to take"):
+        health.check_written(written, job.scheme_of_module, num_bytes=10**7, source_bytes=10**8)
+    with pytest.raises(CheckpointError, match="more than 10 before"):
+        health.check_written(written, job.scheme_of_module, num_bytes=report.bytes_after, source_bytes=10)
+
+
+def test_a_linear_left_dense_stops_the_run_and_nothing_appears(tmp_path, monkeypatch):
+    source = open_checkpoint(tiny_model("llama", tmp_path / "source"))
+    real = Checkpoint.header
+
+    def header(self, name):
+        shape, dtype = real(self, name)
+        return shape, "BF16" if name == "model.layers.1.mlp.up_proj.weight" else dtype
+
+    job = pipeline.prepare(source, Tokenizer.load(source.path), tmp_path / "out", scheme="fp8")
+    monkeypatch.setattr(Checkpoint, "header", header)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
+        pipeline.run(job, progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("bad", [0.0, 1e-40, float("nan"), float("inf")])
+def test_denormal_scales_are_named(bad):
+    tensors = W8A8Int8().quantize(torch.randn(4, 8), dtype=torch.float32)
+    tensors["weight_scale"][2, 0] = bad
+    with pytest.raises(CheckpointError, match=r"layer\.q\.weight_scale holds a scale"):
+        health.check_linear("layer.q", tensors, W8A8Int8(), (4, 8), torch.float32)
