@@ -23,6 +23,14 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
+def interruptible():
+    """Whoever runs the tests in the background may have them ignore SIGINT, which children inherit."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
 def quick_profile(monkeypatch):
     monkeypatch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 3.0))
 
