@@ -30,9 +30,11 @@ from qinfer.checkpoint.compressed_tensors import (
 )
 from qinfer.checkpoint.files import read_json
 from qinfer.config import ModelConfig
-from qinfer.quant import W4A16, Dense, Scheme, scheme_by_name, settle_group_size
+from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, scheme_by_name, settle_group_size
+from qinfer.quant.w8a8_fp8_block import BLOCK
 
 PANEL = 1 << 24  # weights that are in float32 at a time
+INPUT_RANGE = 8.0  # of a linear whose inputs have a static scale: what is normed hardly exceeds it
 
 
 class DummyCheckpoint(Checkpoint):
@@ -76,12 +78,17 @@ class DummyCheckpoint(Checkpoint):
         rows, columns = names.linear_shape(self.config, names.relative_name(self.config, module))
         generator = self._generator(module, device)
         height = max(1, PANEL // columns)
+        if isinstance(scheme, W8A8Fp8Block):  # panels of whole blocks join without a seam
+            height = max(BLOCK, height // BLOCK * BLOCK)
+        if isinstance(scheme, W8A8Fp8Static):  # one scale for all rows
+            height = rows
         panels = []
         for start in range(0, rows, height):
             shape = (min(height, rows - start), columns)
             weight = torch.randn(shape, device=device, generator=generator).mul_(columns**-0.5)
             panels.append(scheme.quantize(weight, dtype=self._dtype))
-        return panels[0] if len(panels) == 1 else scheme.fuse(panels)
+        tensors = panels[0] if len(panels) == 1 else scheme.fuse(panels)
+        return scheme.with_input_range(tensors, INPUT_RANGE) if isinstance(scheme, W8A8Fp8Static) else tensors
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         """Numbers of one tensor: the same whatever was made before it."""
