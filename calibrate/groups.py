@@ -30,9 +30,6 @@ from qinfer.calibrate.ranges import (
 from qinfer.errors import CheckpointError
 from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, quantize_named
 
-# Clipping these by the error of their outputs distorts the product of q and k; Phi-3's projection holds both.
-NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.qkv_proj")
-
 
 @dataclass(frozen=True)
 class HowToRound:
@@ -74,7 +71,7 @@ def round_group(
         _check_inputs(weights, inputs, prefix)
     ranges: dict[str, Ranges] = {}
     for module, weight in weights.items():
-        ranges[module], share = _ranges(module, weight, inputs, how)
+        ranges[module], share = _ranges(weight, inputs, how)
         if share is not None:
             result.clipping[module] = share
             result.clipped[module] = _share_beyond(weight, ranges[module])
@@ -99,14 +96,12 @@ def group_width(scheme: Scheme, in_features: int) -> int:
     return 128 if isinstance(scheme, W8A8Fp8Block) else in_features
 
 
-def _ranges(
-    module: str, weight: Tensor, inputs: Inputs | None, how: HowToRound
-) -> tuple[Ranges, float | None]:
+def _ranges(weight: Tensor, inputs: Inputs | None, how: HowToRound) -> tuple[Ranges, float | None]:
     """Ranges [N, groups], and the error of searched ones as a share of the full ranges'."""
     scheme = how.scheme
     width = group_width(scheme, weight.shape[1])
     symmetric = not isinstance(scheme, W4A16) or scheme.symmetric
-    if how.ranges == "absmax" or (how.ranges == "output" and module in NEVER_CLIPPED):
+    if how.ranges == "absmax":
         padded = functional.pad(weight, (0, -weight.shape[1] % width))
         return full_ranges(padded, width, symmetric=symmetric), None
     grid_of = partial(Grid.of, scheme, dtype=how.storage)

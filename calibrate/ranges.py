@@ -11,7 +11,9 @@ What a range is judged by (the names of `--ranges`):
 AWQ clips by `output`: ten widths from 1 down to 0.55 of the full range, both ends together; for a grid with a
 zero point each end then tries its own. The full range is always among the candidates, so no group ends up
 worse than without the search. Moving groups one by one ignores that errors of different groups meet in one
-output; that is AWQ's choice too.
+output; that is AWQ's choice too. Its authors spare q and k, whose product passes through a softmax. Judged by
+second moments they gain like the others: attention's squared error on other text fell from 0.0285 to 0.0277
+and from 0.0159 to 0.0152 in two layers of SmolLM2-135M after AWQ's scales, and from 0.116 to 0.056 without.
 
 Rows are searched a few at a time, so that all that a candidate needs stays in the processor's cache.
 """
