@@ -37,11 +37,13 @@ class DryRun:
     disk_free: int
     source_bytes: int
     finished: int  # layers that a stopped run of the same folder has left
+    writes_text: bool = False  # the model writes text itself, for which all of it is loaded
 
     @property
     def peak(self) -> int:
         """Bytes of memory, the process itself included."""
-        return self.process + sum(self.memory.values())
+        loaded = self.source_bytes if self.writes_text else 0
+        return self.process + max(sum(self.memory.values()), loaded)
 
     @property
     def disk_peak(self) -> int:
@@ -71,6 +73,11 @@ class DryRun:
             lines.append(f"  {self.finished} layers are finished: the same command goes on behind them")
         if self.peak > self.memory_free:
             lines.append("  RAM does not suffice: lower --num-samples or --max-seq-len")
+        if self.writes_text:
+            lines.append(
+                f"  the model writes some of the text itself, for which all {format_size(self.source_bytes)} "
+                "are loaded at once: --calibration FILE.txt does without"
+            )
         if self.disk_peak > self.disk_free:
             lines.append("  the disk does not suffice: choose another for --out")
         return "\n".join(lines)
@@ -86,6 +93,7 @@ def plan(
     symmetric: bool | None = None,
     ranges: str | None = None,
     with_text: bool = False,
+    calibration: str | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
     overwrite: bool = False,
@@ -119,6 +127,7 @@ def plan(
         disk_free=_free(out),
         source_bytes=source.num_bytes,
         finished=finished_layers(partial_folder(out)),
+        writes_text=tokens > 0 and calibration in (None, "self"),
     )
 
 

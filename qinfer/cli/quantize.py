@@ -132,6 +132,7 @@ def quantize(
                     symmetric=symmetric,
                     ranges=ranges,
                     with_text=kv_scales is not None or budget is not None or until_gate,
+                    calibration=calibration,
                     num_samples=num_samples,
                     max_seq_len=max_seq_len,
                     overwrite=overwrite,

@@ -88,10 +88,13 @@ def test_refuses_what_the_run_refuses(settings, message, tmp_path):
 
 def test_a_configuration_is_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
-    planned = dry_run.plan(
-        open_dummy(tmp_path), tmp_path / "out", scheme="awq", num_samples=3, max_seq_len=10
-    )
+    settings = {"scheme": "awq", "num_samples": 3, "max_seq_len": 10}
+    planned = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", calibration="text.txt", **settings)
     assert planned.tokens == 30
+    assert "writes some of the text itself" not in planned.to_text()
+    itself = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", **settings)
+    assert "the model writes some of the text itself" in itself.to_text()
+    assert replace(itself, source_bytes=10**12).peak == itself.process + 10**12
     assert planned.peak == planned.process + sum(planned.memory.values())
     text = planned.to_text()
     assert "w4a16 g64 asym by awq, 2 layers, 30 tokens of text" in text
