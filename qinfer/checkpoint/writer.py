@@ -9,6 +9,7 @@ record of what he committed there can go on after the process was killed.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
@@ -164,7 +165,7 @@ def partial_folder(out: Path) -> Path:
 
 def check_out(source: Checkpoint, out: Path, *, overwrite: bool) -> None:
     """Raises the UserError that a writer would raise at its start; leaves everything as it is."""
-    kept = partial_folder(out).exists()
+    kept = os.path.exists(partial_folder(out))  # False also for a name that no folder can have
     writer = CheckpointWriter(source, out, overwrite=overwrite, keep=True)
     if not kept:
         writer.abort()
