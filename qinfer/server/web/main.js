@@ -15,6 +15,8 @@
     document.title = wanted === "#live" ? "Live – qinfer" : "Chat – qinfer";
   }
 
+  let refused = false;
+
   async function greet() {
     try {
       const health = await Api.get("/health");
@@ -26,8 +28,10 @@
       badge.hidden = false;
       const { data } = await Api.get("/v1/models");
       Settings.offer(data.map(({ id }) => id));
-      problem(byId("problem"), "");
+      if (refused) problem(byId("problem"), ""); // but not what a question has met meanwhile
+      refused = false;
     } catch (error) {
+      refused = true;
       const key = error.status === 401;
       problem(byId("problem"), key ? "This server wants an API key: type it under Settings." : `The server does not answer: ${error.message}.`);
       if (key) byId("settings").open = true;
