@@ -155,9 +155,14 @@ def _grammar_of(params: StructuredOutputsParams, written: str, is_token: Callabl
     spacing: JsonCompileOptions = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         spacing = {"whitespace_flexible": False}
-    if params.kind == "structural_tag":
-        return LLMatcher.grammar_from_lark(tags_grammar(params.tags(), is_token, spacing))
-    return LLMatcher.grammar_from_json_schema(written, overrides=spacing)
+    try:
+        if params.kind == "structural_tag":
+            return LLMatcher.grammar_from_lark(tags_grammar(params.tags(), is_token, spacing))
+        return LLMatcher.grammar_from_json_schema(written, overrides=spacing)
+    except UserError:
+        raise
+    except ValueError as error:  # half a surrogate pair, or a number of hundreds of digits
+        raise _refusal(str(error), params.kind) from None
 
 
 def _refusal(complaint: str, kind: str) -> UserError:

@@ -196,6 +196,9 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"type": "nonsense"}}, "json"),
         ({"json": {"$ref": "http://a.example/schema"}}, "json"),
         ({"json": nested(80)}, "json"),
+        ({"json": {"const": "\ud800"}}, "json"),
+        ({"json": {"type": "object", "properties": {"\ud800": {}}}}, "json"),
+        ({"json": {"type": "integer", "minimum": -(10**400)}}, "json"),
         ({"json": {"type": "object"}, "whitespace_pattern": "("}, "json"),
     ],
 )
