@@ -154,7 +154,7 @@ def side_by_side(
         if labels is None or label in labels
         for dtype in dtypes
     ]
-    _require_one(config, rows)
+    _require_one(config, rows, setting.space)
     return rows
 
 
@@ -187,9 +187,10 @@ def _row(
     return replace(row, ledger=replace(ledger, unquantized=memory.unquantized(config, ledger, dense)))
 
 
-def _require_one(config: ModelConfig, rows: Sequence[Row]) -> None:
+def _require_one(config: ModelConfig, rows: Sequence[Row], space: Space) -> None:
     if not any(row.ledger for row in rows):
         smallest = min(rows, key=lambda row: (row.weights, kv_bytes_per_token(config, row.kv_cache_dtype)))
+        where = "on a GPU (--device cpu plans this machine's CPU)" if space.on_gpu else "on this CPU"
         raise UserError(
-            f"nothing fits, not even the smallest ({smallest.label}): {smallest.shortfall}", "memory"
+            f"nothing fits {where}, not even the smallest ({smallest.label}): {smallest.shortfall}", "memory"
         )

@@ -193,8 +193,8 @@ def _planned_for(setting: Setting, device: str | None) -> str:
 
 def _about_weights(setting: Setting) -> str:
     if setting.space.on_gpu:
-        return "On a CPU loaded weights take more than in the file: w8a8-fp8 2 bytes each, w4a16 1 byte."
-    return "Weights are as loaded on a CPU, more than in the file: w8a8-fp8 2 bytes each, w4a16 1 byte."
+        return "On a CPU loaded weights take more than in the file: fp8 2 bytes each, w4a16 1 byte."
+    return "Weights are as loaded on a CPU, more than in the file: fp8 2 bytes each, w4a16 1 byte."
 
 
 def _cells(row: Row, max_model_len: int) -> tuple[str, ...]:

@@ -248,7 +248,8 @@ def test_plan_of_a_length_that_was_asked_for_and_fits_in_some_rows(qinfer, llama
 def test_plan_where_nothing_fits_is_one_line(qinfer, llama, options):
     code, out, err = qinfer("plan", llama, "--memory", *options)
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "nothing fits, not even the smallest (w4a16 g128 asym + fp8 KV)" in err
+    assert "nothing fits on a GPU (--device cpu plans this machine's CPU), not even the smallest " in err
+    assert "(w4a16 g128 asym + fp8 KV)" in err
 
 
 def test_a_budget_without_a_unit_is_asked_for_one(qinfer, llama):
