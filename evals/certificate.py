@@ -39,7 +39,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_COVERED = ("*.safetensors", "*.json", "tokenizer.model", "merges.txt", "chat_template.*")
+_INDEX = "model.safetensors.index.json"
+_COVERED = ("*.json", "tokenizer.model", "merges.txt", "chat_template.*")
 _NOT_COVERED = ("generation_config.json", "quantize_report.json")  # and what begins with "qinfer_"
 _BLOCK = 1 << 20  # bytes hashed at a time
 
@@ -51,11 +52,24 @@ class GateStatus(NamedTuple):
     line: str
 
 
+def weight_files(checkpoint: Path) -> dict[str, Path]:
+    """Every file that weights may be read from, by name: what the index lists, whatever it is called."""
+    found = {path.name: path for path in checkpoint.glob("*.safetensors")}
+    if (checkpoint / _INDEX).is_file():
+        try:
+            listed = json.loads((checkpoint / _INDEX).read_bytes())["weight_map"].values()
+            found |= {name: checkpoint / name for name in listed}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise GateError(f"{checkpoint / _INDEX} cannot be read as an index ({error})") from None
+    return found
+
+
 def covered_files(checkpoint: Path) -> dict[str, Path]:
     """Every file of the folder that the certificate covers, by name."""
     found = {path.name: path for pattern in _COVERED for path in checkpoint.glob(pattern)}
     left_out = {name for name in found if name.startswith("qinfer_")} | {*_NOT_COVERED}
-    return {name: found[name] for name in sorted(found) if name not in left_out}
+    found = {name: path for name, path in found.items() if name not in left_out} | weight_files(checkpoint)
+    return dict(sorted(found.items()))
 
 
 def hash_files(checkpoint: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -39,6 +39,7 @@ from qinfer.evals.certificate import (
     read,
     resolve_kv_cache_dtype,
     series,
+    weight_files,
 )
 
 Kind = Literal["dense", "quantized", "dummy"]
@@ -63,10 +64,17 @@ class Clearance:
 
     Dense weights need no verdict, dummy ones can have none. Raises GateError, one line with the reason and
     the way to a verdict, unless `allow_ungated`; UserError for an unknown KV dtype or a file that is no key.
+    `reads` are the files that the opened checkpoint takes weights from: each must be covered.
     """
 
     def __init__(
-        self, checkpoint: Path, use: Use, kind: Kind = "quantized", *, allow_ungated: bool = False
+        self,
+        checkpoint: Path,
+        use: Use,
+        kind: Kind = "quantized",
+        *,
+        allow_ungated: bool = False,
+        reads: Iterable[Path] = (),
     ) -> None:
         self._checkpoint, self._use, self._allow = checkpoint, use, allow_ungated
         self._stopped = threading.Event()
@@ -82,6 +90,9 @@ class Clearance:
         try:
             self._document = _document(checkpoint, use)
             weights = _check_small_files(checkpoint, self._document["hashes"])
+            # an index that was another one when the weights were opened led to other files
+            strange = {str(path) for path in reads if path not in weights.values()}
+            _refuse_changed(checkpoint, strange)
         except GateError as error:
             self._status = self._refused(error)
             return
@@ -207,12 +218,13 @@ def _check_reading(checkpoint: Path, then: Mapping[str, str], use: Use) -> None:
 def _check_small_files(checkpoint: Path, then: Mapping[str, str]) -> dict[str, Path]:
     """Weight files, which are left to be hashed, once all other files are as they were."""
     now = covered_files(checkpoint)
-    small = {name: path for name, path in now.items() if path.suffix != ".safetensors"}
+    weights = weight_files(checkpoint)
+    small = {name: path for name, path in now.items() if name not in weights}
     hashes = hash_all(small)
     _refuse_changed(
         checkpoint, then.keys() ^ now.keys() | {name for name in small if then.get(name) != hashes[name]}
     )
-    return {name: path for name, path in now.items() if name not in small}
+    return weights
 
 
 def _refuse_changed(checkpoint: Path, names: set[str]) -> None:

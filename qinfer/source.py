@@ -94,6 +94,7 @@ def judge(
         use,
         "dummy" if isinstance(checkpoint, DummyCheckpoint) else kind,
         allow_ungated=allow_ungated,
+        reads=() if isinstance(checkpoint, DummyCheckpoint) else checkpoint.weight_files,
     )
 
 

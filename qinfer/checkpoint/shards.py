@@ -58,14 +58,14 @@ def find_tensors(folder: Path) -> dict[str, Header]:
     """Every tensor of a model folder, by the index where there is one.
 
     Raises CheckpointError when there are no weights, and naming every file that the index lists and that is
-    missing, or every tensor that it promises in a file that does not hold it.
+    missing or not of this folder, or every tensor that it promises in a file that does not hold it.
     """
     if not (folder / INDEX).is_file():
         headers: dict[str, Header] = {}
         for file in _unindexed(folder):
             headers |= read_headers(file)
         return headers
-    weight_map: dict[str, str] = read_json(folder / INDEX).get("weight_map") or {}
+    weight_map = _weight_map(folder)
     files = sorted(set(weight_map.values()))
     if absent := [name for name in files if not (folder / name).is_file()]:
         raise CheckpointError(f"{folder}: files that {INDEX} lists are missing: {', '.join(absent)}")
@@ -75,6 +75,19 @@ def find_tensors(folder: Path) -> dict[str, Header]:
             f"{folder}: tensors that {INDEX} lists are not in their files: {', '.join(absent)}"
         )
     return {name: by_file[file][name] for name, file in weight_map.items()}
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The index's files by tensor; each a plain name, so that who hashes the folder sees all that is read."""
+    weight_map = read_json(folder / INDEX).get("weight_map") or {}
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX}: weight_map must be a JSON object")
+    for name in weight_map.values():
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise CheckpointError(
+                f"{folder / INDEX} lists {name!r:.100}, which is no file name of its folder"
+            )
+    return weight_map
 
 
 def _unindexed(folder: Path) -> list[Path]:

@@ -88,6 +88,14 @@ def test_q19_index_names_a_tensor_that_no_shard_holds(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["sub/x.safetensors", "../evil.safetensors", "/x", "a\\b", "..", "", 3, []])
+def test_an_index_lists_files_of_its_own_folder_only(tmp_path: Path, name: object) -> None:
+    index_file = tiny_model("llama", tmp_path, shards=2) / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match="which is no file name of its folder"):
+        open_checkpoint(tmp_path)
+
+
 def test_q19_shards_without_an_index(tmp_path: Path) -> None:
     (tiny_model("llama", tmp_path, shards=2) / "model.safetensors.index.json").unlink()
     with pytest.raises(CheckpointError, match="several weight files"):

@@ -27,6 +27,8 @@ def test_what_decides_the_tokens_is_covered_and_what_does_not_is_not(tmp_path: P
     left_out = {"generation_config.json", "quantize_report.json", "qinfer_gate.json", "qinfer_waiting.json"}
     for name in covered | left_out | {"README.md", "qinfer_gate.md"}:
         (tmp_path / name).write_text(name)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     hashes = certificate.hash_files(tmp_path)
     assert set(hashes) == covered
     assert hashes["config.json"] == hashlib.sha256(b"config.json").hexdigest()

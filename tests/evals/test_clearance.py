@@ -270,3 +270,22 @@ def test_hashing_stops_where_loading_does(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="out of memory"), Clearance(folder, Use()):
         raise RuntimeError("out of memory")
     assert seen == [True]
+
+
+@pytest.mark.parametrize("name", ["model.weights", "qinfer_w.safetensors"])
+def test_weights_are_covered_whatever_the_index_calls_them(folder: Path, name: str) -> None:
+    (folder / "model.safetensors").rename(folder / name)
+    (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"w": "{name}"}}}}')
+    certify(folder)
+    assert require(folder).state == "passed"
+    (folder / name).write_bytes(b"WEIGHTS")
+    with pytest.raises(GateError, match=f"stale: {name}"):
+        require(folder)
+
+
+def test_a_file_that_was_opened_and_is_not_covered_is_stale(folder: Path) -> None:
+    certify(folder)
+    with Clearance(folder, Use(), reads=[folder / "model.safetensors"]) as check:
+        assert check.result().state == "passed"
+    with pytest.raises(GateError, match=r"stale: .*other\.bin"):
+        Clearance(folder, Use(), reads=[folder / "other.bin"])
