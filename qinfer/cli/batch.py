@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -207,7 +208,7 @@ def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise UserError("--resume and --overwrite: take one of them", "resume")
     outputs = [path for path in (files.output, files.errors) if path is not None]
-    if len({path.absolute() for path in (files.source, *outputs)}) <= len(outputs):
+    if any(_same(*pair) for pair in combinations((files.source, *outputs), 2)):
         raise UserError("input, output and error file must be different files", "output_file")
     for path in outputs:
         if not path.absolute().parent.is_dir():
@@ -217,6 +218,20 @@ def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
     if overwrite:
         for path in outputs:
             path.unlink(missing_ok=True)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two names are of one file: through `..`, links, or another hard link of it."""
+    if one.resolve() == other.resolve():
+        return True
+    return one.exists() and other.exists() and one.samefile(other)
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two names are of one file: through `..`, links, or another hard link of it."""
+    if one.resolve() == other.resolve():
+        return True
+    return one.exists() and other.exists() and one.samefile(other)
 
 
 def _tell_bad(checked: Checked) -> None:

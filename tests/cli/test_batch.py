@@ -126,3 +126,37 @@ def test_mistakes_are_one_line_before_any_model_loads(qinfer, source, tmp_path, 
     assert (code, stdout) == (2, "")
     assert said in stderr
     assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["dots", "symlink", "hardlink"])
+def test_the_input_by_another_name_is_never_an_output(qinfer, source, tmp_path, kind):
+    (tmp_path / "sub").mkdir()
+    other, before = tmp_path / "sub" / "other", source.read_bytes()
+    if kind == "dots":
+        other = tmp_path / "sub" / ".." / source.name
+    elif kind == "symlink":
+        other.symlink_to(source)
+    else:
+        other.hardlink_to(source)
+    for words in (("-o", other), ("-o", tmp_path / "o", "--error-file", other)):
+        code, _, stderr = qinfer("batch", "/no/model", "-i", source, *words, "--overwrite")
+        assert code == 2
+        assert "must be different files" in stderr
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", ["dots", "symlink", "hardlink"])
+def test_the_input_by_another_name_is_never_an_output(qinfer, source, tmp_path, kind):
+    (tmp_path / "sub").mkdir()
+    other, before = tmp_path / "sub" / "other", source.read_bytes()
+    if kind == "dots":
+        other = tmp_path / "sub" / ".." / source.name
+    elif kind == "symlink":
+        other.symlink_to(source)
+    else:
+        other.hardlink_to(source)
+    for words in (("-o", other), ("-o", tmp_path / "o", "--error-file", other)):
+        code, _, stderr = qinfer("batch", "/no/model", "-i", source, *words, "--overwrite")
+        assert code == 2
+        assert "must be different files" in stderr
+    assert source.read_bytes() == before
