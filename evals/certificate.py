@@ -40,7 +40,8 @@ TOKENIZER_FILES = (
     "merges.txt",
 )
 _INDEX = "model.safetensors.index.json"
-_COVERED = ("*.json", "tokenizer.model", "merges.txt", "chat_template.*")
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
+_COVERED = ("*.json", "tokenizer.model", "merges.txt", "chat_template.*", _MORE_TEMPLATES)
 _NOT_COVERED = ("generation_config.json", "quantize_report.json")  # and what begins with "qinfer_"
 _BLOCK = 1 << 20  # bytes hashed at a time
 
@@ -66,7 +67,8 @@ def weight_files(checkpoint: Path) -> dict[str, Path]:
 
 def covered_files(checkpoint: Path) -> dict[str, Path]:
     """Every file of the folder that the certificate covers, by name."""
-    found = {path.name: path for pattern in _COVERED for path in checkpoint.glob(pattern)}
+    paths = (path for pattern in _COVERED for path in checkpoint.glob(pattern))
+    found = {path.relative_to(checkpoint).as_posix(): path for path in paths}
     left_out = {name for name in found if name.startswith("qinfer_")} | {*_NOT_COVERED}
     found = {name: path for name, path in found.items() if name not in left_out} | weight_files(checkpoint)
     return dict(sorted(found.items()))

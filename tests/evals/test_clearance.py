@@ -289,3 +289,14 @@ def test_a_file_that_was_opened_and_is_not_covered_is_stale(folder: Path) -> Non
         assert check.result().state == "passed"
     with pytest.raises(GateError, match=r"stale: .*other\.bin"):
         Clearance(folder, Use(), reads=[folder / "other.bin"])
+
+
+def test_a_further_template_is_covered(folder: Path) -> None:
+    certify(folder)
+    more = folder / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("{{ tools }}")
+    with pytest.raises(GateError, match=r"stale: additional_chat_templates/tool_use\.jinja"):
+        require(folder)
+    certify(folder)
+    assert require(folder).state == "passed"
