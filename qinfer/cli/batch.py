@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -147,10 +148,16 @@ def batch(
         )
         pace = Pace(max_inflight, fail_fast=fail_fast)
         document: dict[str, Any] = {"num_lines": first, "num_resumed": first, "num_failed": 0, "seconds": 0.0}
+
+        def make(state: ServerState) -> Batch:
+            if overwrite:  # only now that a model is there: whatever was refused before kept the old answers
+                _begun_anew(files)
+            return Batch(state, files, pace, checked.num_lines, first)
+
         if first < checked.num_lines:
             document = _answered(
                 lambda: _load(model, {**keywords, "served_model_name": names}),
-                lambda state: Batch(state, files, pace, checked.num_lines, first),
+                make,
                 options,
                 (host, port) if enable_metrics else None,
             )
@@ -213,18 +220,19 @@ def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
     for path in outputs:
         if not path.absolute().parent.is_dir():
             raise UserError(f"{path}: there is no such folder", "output_file")
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: name a file in it", "output_file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise UserError(f"{path} may not be written", "output_file")
         if path.exists() and path.stat().st_size and not resume and not overwrite:
             raise UserError(f"{path} exists: --resume goes on, --overwrite begins anew", "output_file")
-    if overwrite:
-        for path in outputs:
-            path.unlink(missing_ok=True)
 
 
-def _same(one: Path, other: Path) -> bool:
-    """Whether two names are of one file: through `..`, links, or another hard link of it."""
-    if one.resolve() == other.resolve():
-        return True
-    return one.exists() and other.exists() and one.samefile(other)
+def _begun_anew(files: BatchFiles) -> None:
+    """Empties what is there; asked once nothing but the answers themselves is left to do."""
+    for path in (files.output, files.errors):
+        if path is not None and path.is_file():  # a device or a pipe has nothing to lose
+            os.truncate(path, 0)
 
 
 def _same(one: Path, other: Path) -> bool:

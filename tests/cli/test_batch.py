@@ -145,18 +145,15 @@ def test_the_input_by_another_name_is_never_an_output(qinfer, source, tmp_path, 
     assert source.read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", ["dots", "symlink", "hardlink"])
-def test_the_input_by_another_name_is_never_an_output(qinfer, source, tmp_path, kind):
-    (tmp_path / "sub").mkdir()
-    other, before = tmp_path / "sub" / "other", source.read_bytes()
-    if kind == "dots":
-        other = tmp_path / "sub" / ".." / source.name
-    elif kind == "symlink":
-        other.symlink_to(source)
-    else:
-        other.hardlink_to(source)
-    for words in (("-o", other), ("-o", tmp_path / "o", "--error-file", other)):
-        code, _, stderr = qinfer("batch", "/no/model", "-i", source, *words, "--overwrite")
-        assert code == 2
-        assert "must be different files" in stderr
-    assert source.read_bytes() == before
+def test_overwriting_keeps_the_old_answers_until_there_can_be_new_ones(qinfer, model, source, tmp_path):
+    out, err, bad = tmp_path / "out.jsonl", tmp_path / "err.jsonl", tmp_path / "bad.jsonl"
+    bad.write_text("no request\n")
+    for path in (out, err):
+        path.write_text("old\n")
+    words = ("-o", out, "--error-file", err, "--overwrite")
+    assert qinfer("batch", model, "-i", bad, *words).code == 2
+    assert qinfer("batch", "/no/model", "-i", source, *words).code == 2
+    assert [path.read_text() for path in (out, err)] == ["old\n"] * 2
+    assert qinfer("batch", model, "-i", source, *words).code == 0
+    assert (len(answers(out)), err.read_text()) == (5, "")
+    assert "is a folder" in qinfer("batch", model, "-i", source, "-o", tmp_path, "--overwrite").stderr
