@@ -18,6 +18,8 @@ from qinfer.batch.lines import Line, parse, raw_lines
 from qinfer.errors import UserError
 from qinfer.server.errors import Failure
 
+_BEGINNING = b'{"id": "qinfer-'  # of every line that is written here
+
 
 class Outcome(NamedTuple):
     """What became of a line: the answer's JSON, or what the server said instead of one."""
@@ -90,11 +92,9 @@ class OrderedOutput:
 def written_before(source: Path, output: Path, errors: Path | None) -> int:
     """How many requests of `source` the files answer already; a last line that was cut off is taken away.
 
-    Raises UserError where the files hold answers to something else.
+    Raises UserError, and changes nothing, where the files hold anything but answers to `source`.
     """
     files = [path for path in (output, errors) if path is not None and path.exists()]
-    for path in files:
-        _end_at_a_line(path)
     answered = [_ids(path) for path in files]
     heads = [next(ids, None) for ids in answered]
     count = 0
@@ -112,20 +112,32 @@ def written_before(source: Path, output: Path, errors: Path | None) -> int:
                 "--overwrite begins anew",
                 "resume",
             )
+    for path in files:  # only now that all of it is known to be ours
+        _end_at_a_line(path)
     return count
 
 
 def _ids(path: Path) -> Iterator[str]:
+    """What the whole lines answer; a half line behind them, or one that begins as ours do, is passed over."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
+            if not raw.endswith(b"\n") and (number > 1 or raw[: len(_BEGINNING)] == _BEGINNING[: len(raw)]):
+                return
             try:
-                yield str(json.loads(raw)["custom_id"])
-            except (ValueError, TypeError, KeyError):
+                if not raw.endswith(b"\n"):
+                    raise ValueError("half a line of something else")
+                answer = json.loads(raw)
+                if "response" not in answer:  # a request has an id too
+                    raise KeyError("response")
+                yield str(answer["custom_id"])
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise UserError(f"{path}: line {number} is no answer of a batch", "resume") from None
 
 
 def _end_at_a_line(path: Path) -> None:
     """Cuts off what follows the last newline: a run was killed in the middle of writing it."""
+    if not path.is_file():  # a device or a pipe
+        return
     with path.open("rb+") as file:
         end = file.seek(0, 2)
         while end:

@@ -13,6 +13,7 @@ from qinfer.errors import UserError
 from qinfer.server.errors import Failure
 
 NUM = 8
+ID0 = '{"custom_id": "id0", "response": null}\n'
 
 
 def line(place):
@@ -84,7 +85,7 @@ def test_a_run_goes_on_where_the_files_end(tmp_path_factory, failed, done, cut):
             output.put(outcome(place, failed=place in failed))
     last = err if done - 1 in failed else out
     with last.open("ab") as file:
-        file.write(b'{"id": "half a line that was never ended'[:cut])
+        file.write(b'{"id": "qinfer-half a line that was never ended'[:cut])
     assert written_before(source, out, err) == done
     with OrderedOutput(out, err, done) as output:
         for place in reversed(range(done, NUM)):
@@ -96,7 +97,7 @@ def test_a_run_goes_on_where_the_files_end(tmp_path_factory, failed, done, cut):
 
 def test_nothing_written_yet(tmp_path, source):
     assert written_before(source, tmp_path / "out", None) == 0
-    (tmp_path / "out").write_bytes(b"half a line")
+    (tmp_path / "out").write_bytes(b'{"id": "qinfer-7a')
     assert written_before(source, tmp_path / "out", None) == 0
     assert (tmp_path / "out").read_bytes() == b""
 
@@ -104,9 +105,14 @@ def test_nothing_written_yet(tmp_path, source):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"custom_id": "id1"}\n', "after 0 requests it answers 'id1'"),
-        ('{"custom_id": "id0"}\n{"custom_id": "other"}\n', "after 1 requests it answers 'other'"),
-        ('{"custom_id": "id0"}\nnot json\n', "line 2 is no answer of a batch"),
+        ('{"custom_id": "id1", "response": null}\n', "after 0 requests it answers 'id1'"),
+        (f'{ID0}{{"custom_id": "other", "response": null}}\n', "after 1 requests it answers 'other'"),
+        (f"{ID0}not json\n", "line 2 is no answer of a batch"),
+        (f'{ID0}{{"custom_id": "other", "response": null}}\nhalf', "after 1 requests it answers 'other'"),
+        ('{"custom_id": "id0", "prompt": "x"}\n', "line 1 is no answer of a batch"),
+        ("a note without an end", "line 1 is no answer of a batch"),
+        ("a note\nand half another", "line 1 is no answer of a batch"),
+        ('{"id": "mine", "custom_id": "id0", "response": null}', "line 1 is no answer of a batch"),
     ],
 )
 def test_answers_to_something_else(tmp_path, source, text, said):
