@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _INDEX = "model.safetensors.index.json"
 _MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _COVERED = ("*.json", "tokenizer.model", "merges.txt", "chat_template.*", _MORE_TEMPLATES)
@@ -67,11 +69,21 @@ def weight_files(checkpoint: Path) -> dict[str, Path]:
 
 def covered_files(checkpoint: Path) -> dict[str, Path]:
     """Every file of the folder that the certificate covers, by name."""
+    return dict(sorted((small_files(checkpoint) | weight_files(checkpoint)).items()))
+
+
+def small_files(checkpoint: Path) -> dict[str, Path]:
+    """What the certificate covers beside weights, by name."""
     paths = (path for pattern in _COVERED for path in checkpoint.glob(pattern))
     found = {path.relative_to(checkpoint).as_posix(): path for path in paths}
     left_out = {name for name in found if name.startswith("qinfer_")} | {*_NOT_COVERED}
-    found = {name: path for name, path in found.items() if name not in left_out} | weight_files(checkpoint)
-    return dict(sorted(found.items()))
+    return {name: path for name, path in found.items() if name not in left_out}
+
+
+def reading_files(names: Iterable[str], *, templates: bool) -> set[str]:
+    """Those of a folder's file names that say how it turns text into tokens, with or without a chat's."""
+    known = {*TOKENIZER_FILES, *(_TEMPLATE_FILES if templates else ())}
+    return {name for name in names if name in known or (templates and fnmatchcase(name, _MORE_TEMPLATES))}
 
 
 def hash_files(checkpoint: Path) -> dict[str, str]:

@@ -31,14 +31,15 @@ from qinfer.errors import GateError
 from qinfer.evals import signature
 from qinfer.evals.certificate import (
     KV_RISK,
-    TOKENIZER_FILES,
     GateStatus,
     covered_files,
     hash_all,
     hash_file,
     read,
+    reading_files,
     resolve_kv_cache_dtype,
     series,
+    small_files,
     weight_files,
 )
 
@@ -199,12 +200,14 @@ def _check_expiry(checkpoint: Path, expires: Mapping[str, Any], now: datetime) -
 def _check_reading(checkpoint: Path, then: Mapping[str, str], use: Use) -> None:
     """Refuses another tokenizer or chat template than the one the verdict was measured with."""
     if use.tokenizer is not None:
-        there = {name: path for name in TOKENIZER_FILES if (path := use.tokenizer / name).is_file()}
-        ours = {name: then[name] for name in TOKENIZER_FILES if name in then}
-        if hash_all(there) != ours:
+        files = small_files(use.tokenizer)
+        templates = use.chat_template is None  # which would take the place of all that the folder has
+        there = hash_all({name: files[name] for name in reading_files(files, templates=templates)})
+        ours = {name: then[name] for name in reading_files(then, templates=templates)}
+        if there != ours:
             raise GateError(
-                f"the verdict on {checkpoint} was measured with its own tokenizer "
-                f"and does not cover that of {use.tokenizer}"
+                f"the verdict on {checkpoint} was measured with its own tokenizer and chat template "
+                f"and does not cover those of {use.tokenizer}"
             )
     if use.chat_template is not None:
         given = sha256(use.chat_template.encode("utf-8", "surrogatepass")).hexdigest()

@@ -160,7 +160,7 @@ def test_another_template_or_tokenizer_is_not_covered(folder: Path, tmp_path: Pa
     copy = Path(shutil.copytree(folder, tmp_path / "copy"))
     assert require(folder, tokenizer=copy).state == "passed"
     (copy / "merges.txt").write_text("a b")
-    with pytest.raises(GateError, match="its own tokenizer and does not cover that of"):
+    with pytest.raises(GateError, match="its own tokenizer and chat template and does not cover those"):
         require(folder, tokenizer=copy)
 
 
@@ -300,3 +300,26 @@ def test_a_further_template_is_covered(folder: Path) -> None:
         require(folder)
     certify(folder)
     assert require(folder).state == "passed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/a.jinja",
+        "tokenizer_config.json",
+    ],
+)
+def test_the_template_of_another_tokenizer_folder_is_not_covered(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    certify(folder)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_text('{"chat_template": "EVIL"}')
+    with pytest.raises(GateError, match="does not cover those of"):
+        require(folder, tokenizer=copy)
+    (copy / "chat_template.jinja").unlink()
+    with pytest.raises(GateError, match="does not cover those of"):
+        require(folder, tokenizer=copy)
