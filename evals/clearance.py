@@ -7,7 +7,7 @@ removed since; the KV cache to be used is riskier than the one measured (float32
 
 All that can be known at once is checked when a `Clearance` is made. The weights are hashed on threads of
 their own while they are loaded, and `result` waits for that: nothing is served before it has returned. A
-file whose time or size differs between the two ends is as stale as one with another hash.
+file, of weights or not, whose time or size differs between the two ends is as stale as one with another hash.
 
 Where a person allows it, an ungated checkpoint is served all the same, and everything says so.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -89,6 +89,7 @@ class Clearance:
             self._status = _dummy_status(allow_ungated)
             return
         try:
+            self._marks = _marks(checkpoint)
             self._document = _document(checkpoint, use)
             weights = _check_small_files(checkpoint, self._document["hashes"])
             # an index that was another one when the weights were opened led to other files
@@ -97,7 +98,6 @@ class Clearance:
         except GateError as error:
             self._status = self._refused(error)
             return
-        self._marks = {name: _mark(path) for name, path in weights.items()}
         self._threads = ThreadPoolExecutor(min(4, os.cpu_count() or 1), "qinfer-hash")
         for name, path in weights.items():
             self._hashes[name] = self._threads.submit(hash_file, path, self._stopped.is_set)
@@ -127,8 +127,11 @@ class Clearance:
     def _check_weights(self) -> None:
         then = self._document["hashes"]
         now = {name: future.result() for name, future in self._hashes.items()}
-        moved = {name for name, mark in self._marks.items() if _mark(self._checkpoint / name) != mark}
+        # also of the small files: the tokenizer and its templates were read since
+        moved = {name for name, _ in self._marks.items() ^ _marks(self._checkpoint).items()}
         _refuse_changed(self._checkpoint, moved | {name for name in now if now[name] != then[name]})
+        _check_small_files(self._checkpoint, then)
+        _check_reading(self._checkpoint, then, self._use)
 
     def _refused(self, error: GateError) -> GateStatus:
         if self._allow:
@@ -237,13 +240,18 @@ def _refuse_changed(checkpoint: Path, names: set[str]) -> None:
         )
 
 
-def _mark(path: Path) -> Sequence[int] | None:
-    """What differs when a file was written to or replaced; None where there is none."""
+def _marks(checkpoint: Path) -> dict[str, tuple[int, ...] | None]:
+    """Of each covered file what differs when it was written to or replaced; None where there is none."""
+    return {name: _mark(path) for name, path in covered_files(checkpoint).items()}
+
+
+def _mark(path: Path) -> tuple[int, ...] | None:
     try:
         stat = path.stat()
     except OSError:
         return None
-    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    # mtime can be set back by whoever writes, ctime cannot
+    return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
 def _line(document: Mapping[str, Any], use: Use) -> str:

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def test_the_weights_are_hashed_while_they_are_loaded(folder: Path, monkeypatch:
             check.result()
 
 
-@pytest.mark.parametrize("how", ["written to", "replaced", "removed"])
+@pytest.mark.parametrize("how", ["written to", "set back", "replaced", "removed"])
 def test_a_file_that_moves_while_it_is_loaded_is_stale(folder: Path, how: str) -> None:
     """Even where the bytes that were hashed are the right ones."""
     weights = folder / "model.safetensors"
@@ -246,6 +247,11 @@ def test_a_file_that_moves_while_it_is_loaded_is_stale(folder: Path, how: str) -
         if how == "written to":
             weights.write_bytes(b"weights")
             os.utime(weights, ns=(1, 1))
+        elif how == "set back":
+            time.sleep(0.02)  # the clock of a file system ticks every few milliseconds
+            stat = weights.stat()
+            weights.write_bytes(b"WEIGHTS")
+            os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         elif how == "replaced":
             (folder / "new").write_bytes(b"WEIGHTS")
             (folder / "new").replace(weights)
@@ -323,3 +329,24 @@ def test_the_template_of_another_tokenizer_folder_is_not_covered(
     (copy / "chat_template.jinja").unlink()
     with pytest.raises(GateError, match="does not cover those of"):
         require(folder, tokenizer=copy)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/new.jinja"])
+def test_a_template_that_changes_while_weights_are_loaded_is_stale(folder: Path, name: str) -> None:
+    certify(folder)
+    with Clearance(folder, Use()) as check:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("EVIL")
+        with pytest.raises(GateError, match=f"stale: {name}"):
+            check.result()
+
+
+def test_another_tokenizer_that_changes_while_weights_are_loaded_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    certify(folder)
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    with Clearance(folder, Use(tokenizer=copy)) as check:
+        (copy / "chat_template.jinja").write_text("EVIL")
+        with pytest.raises(GateError, match="does not cover those of"):
+            check.result()
