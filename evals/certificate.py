@@ -98,13 +98,21 @@ def hash_all(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """SHA-256 (hex) of a file, read in blocks; of what was read so far, once `stopped` says so."""
+    """SHA-256 (hex) of a file, read in blocks; of what was read so far, once `stopped` says so.
+
+    Raises GateError for what is no file or cannot be read: nothing can be said of it.
+    """
     digest = hashlib.sha256()
     block = bytearray(_BLOCK)
     view = memoryview(block)
-    with path.open("rb", buffering=0) as file:
-        while not stopped() and (size := file.readinto(block)):
-            digest.update(view[:size])
+    try:
+        if not path.is_file():  # a folder, a link that leads nowhere, or a pipe that would never end
+            raise GateError(f"{path} is covered by the gate and is no file that can be read")
+        with path.open("rb", buffering=0) as file:
+            while not stopped() and (size := file.readinto(block)):
+                digest.update(view[:size])
+    except OSError as error:
+        raise GateError(f"{path} cannot be read: {error.strerror}") from None
     return digest.hexdigest()
 
 
@@ -149,6 +157,8 @@ def read(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / CERTIFICATE_NAME
     try:
         document = json.loads(path.read_bytes())
+        # NaN, infinities and lone surrogates are no JSON: they could be neither signed nor shown
+        json.dumps(document, allow_nan=False, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise GateError(f"{checkpoint} is quantized and has no verdict of the gate") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -208,7 +218,10 @@ def _well_formed(document: object) -> bool:
         and isinstance(document.get("reasons"), list)
         and all(isinstance(reason, str) for reason in document["reasons"])
         and isinstance(document.get("settings"), dict)
-        and document["settings"].get("kv_cache_dtype") in KV_RISK
+        and isinstance(document["settings"].get("kv_cache_dtype"), str)
+        and document["settings"]["kv_cache_dtype"] in KV_RISK
+        and isinstance(document.get("made_at"), str)
+        and _is_time(document["made_at"])
         and isinstance(document.get("hashes"), dict)
         and isinstance(document.get("expires"), dict)
         and _is_time(document["expires"].get("at"))

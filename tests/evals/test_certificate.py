@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from qinfer.evals import certificate
 from qinfer.evals.signature import Signer
 
 SETTINGS = {"kv_cache_dtype": "bfloat16", "qinfer": "0.3.1"}
+MADE_AT = "2026-01-01T00:00:00+00:00"
 CONTENTS = {"verdict": "PASS", "reasons": ["KL is low"], "settings": SETTINGS}
 
 
@@ -88,16 +91,21 @@ def test_signing_later_changes_nothing_else(tmp_path: Path, signer: Signer) -> N
     + [
         json.dumps(
             {"format": 2, "verdict": "PASS", "reasons": [], "hashes": {}, "settings": settings}
-            | {"expires": expires}
+            | {"expires": expires, "made_at": made_at}
         )
-        for settings, expires in (
-            ({}, {"at": None}),
-            ({"kv_cache_dtype": "fp4"}, {"at": None}),
-            ([], {"at": None}),
-            (SETTINGS, None),
-            (SETTINGS, {"at": "soon"}),
-            (SETTINGS, {"at": "2099-01-01T00:00:00"}),  # in which zone?
-            (SETTINGS, {"at": 5}),
+        for settings, expires, made_at in (
+            ({}, {"at": None}, MADE_AT),
+            ({"kv_cache_dtype": "fp4"}, {"at": None}, MADE_AT),
+            ({"kv_cache_dtype": []}, {"at": None}, MADE_AT),
+            ({**SETTINGS, "limit": math.nan}, {"at": None}, MADE_AT),
+            ({**SETTINGS, "name": "\ud800"}, {"at": None}, MADE_AT),
+            ([], {"at": None}, MADE_AT),
+            (SETTINGS, None, MADE_AT),
+            (SETTINGS, {"at": "soon"}, MADE_AT),
+            (SETTINGS, {"at": "2099-01-01T00:00:00"}, MADE_AT),  # in which zone?
+            (SETTINGS, {"at": 5}, MADE_AT),
+            (SETTINGS, {"at": None}, None),
+            (SETTINGS, {"at": None}, "lately"),
         )
     ],
 )
@@ -127,3 +135,16 @@ def test_a_folder_that_cannot_be_written_to_is_a_user_error(tmp_path: Path) -> N
 
 def test_series_is_what_comes_before_the_patch() -> None:
     assert [certificate.series(version) for version in ("0.3.1", "1.12", "2")] == ["0.3", "1.12", "2"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "dangling", "pipe"])
+def test_what_is_no_file_is_one_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "dangling":
+        path.symlink_to(tmp_path / "nowhere")
+    else:
+        os.mkfifo(path)
+    with pytest.raises(GateError, match=r"x\.json is covered by the gate and is no file"):
+        certificate.hash_files(tmp_path)

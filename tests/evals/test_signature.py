@@ -57,7 +57,7 @@ def test_only_trusted_keys_count(keys, signer: Signer, tmp_path: Path) -> None:
         signature.check(DOCUMENT, [keys.public])
 
 
-@pytest.mark.parametrize("value", ["", "not base64!", base64.b64encode(bytes(64)).decode(), None])
+@pytest.mark.parametrize("value", ["", "not base64!", "é", base64.b64encode(bytes(64)).decode(), None])
 def test_a_made_up_signature_is_refused(keys, signer: Signer, value: object) -> None:
     made_up = {**signer.sign(DOCUMENT), "value": value}
     with pytest.raises(GateError, match="does not hold"):
