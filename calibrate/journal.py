@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.report import LayerReport
-from qinfer.checkpoint.files import read_json, write_json
+from qinfer.checkpoint.files import empty, read_json, write_json
 from qinfer.checkpoint.shards import Piece
 from qinfer.errors import UserError
 
@@ -54,7 +53,7 @@ class Journal:
             self._read()
             return
         if folder.exists():
-            shutil.rmtree(folder)
+            empty(folder)
         self._folder.mkdir(parents=True)
         write_json(self._folder / _BEGUN, identity)
 

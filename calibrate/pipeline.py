@@ -215,7 +215,11 @@ def run(
     memory does not suffice, and where another job's unfinished work is in the way.
     """
     writer = CheckpointWriter(job.source, job.out, overwrite=job.overwrite, keep=job.resume)
-    journal = Journal(writer.folder, job.identity())
+    try:
+        journal = Journal(writer.folder, job.identity())
+    except BaseException:
+        writer.release()
+        raise
     try:
         with torch.inference_mode():
             return _run(job, writer, journal, progress, extra_files or {})
@@ -231,6 +235,8 @@ def run(
                 "num_samples",
             ) from error
         raise
+    finally:
+        writer.release()
 
 
 def _run(

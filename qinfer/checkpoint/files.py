@@ -77,3 +77,12 @@ def appears_whole(final: Path) -> Iterator[Path]:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def empty(folder: Path) -> None:
+    """Removes all that is in a folder, and not the folder, which somebody may hold a lock on."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

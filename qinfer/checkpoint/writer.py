@@ -11,17 +11,25 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from qinfer.checkpoint.files import companions, write_json
+from qinfer.checkpoint.files import companions, empty, write_json
 from qinfer.checkpoint.shards import MAX_SHARD_BYTES, Piece, ShardWriter
 from qinfer.errors import UserError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 # what a folder may hold that is replaced: a checkpoint's files, and the reports that qinfer puts beside them
 _CHECKPOINT_FILES = (
@@ -42,9 +50,9 @@ class CheckpointWriter:
     """Fills `OUT.partial` tensor by tensor; `finish` makes it `OUT`, `abort` removes it.
 
     With `keep` what an earlier writer left in `OUT.partial` stays, to be taken over by `restore`.
-    Raises UserError at once when `out` cannot be written, when it exists and is not an empty folder, and
-    when `overwrite` would delete anything but the files of a checkpoint: the source, a folder around it, or
-    what somebody else keeps there.
+    Raises UserError at once when `out` cannot be written, when it exists and is not an empty folder, when
+    another writer is at it, and when `overwrite` would delete anything but the files of a checkpoint: the
+    source, a folder around it, or what somebody else keeps there.
     """
 
     def __init__(
@@ -63,13 +71,14 @@ class CheckpointWriter:
             _check_free(self._out, source.path.resolve(), overwrite)
             self._partial = partial_folder(out)
             self._new_parents = [folder for folder in self._out.parents if not folder.exists()]
+            self._release = weakref.finalize(self, _unlock, _locked(self._partial))
             if not keep:
-                shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
-            self._partial.mkdir(parents=True, exist_ok=keep)
+                empty(self._partial)  # of a run that was killed
         except OSError as error:
             self._undo_parents()
             reason = error.strerror or str(error)
             raise UserError(f"{out} cannot be written ({reason}): choose another folder", "out") from None
+        self._finished = False
         self._shards = ShardWriter(self._partial, max_shard_bytes)
 
     @property
@@ -130,11 +139,20 @@ class CheckpointWriter:
         for record in self._partial.glob(".*"):
             shutil.rmtree(record)
         self._replace_out()
+        self._finished = True
+        self.release()
 
     def abort(self) -> None:
-        """Removes what was written; `out` stays as it was."""
+        """Removes what was written; `out` stays as it was. Does nothing after `finish` or `release`."""
+        if self._finished or not self._release.alive:  # what lies there now is another writer's
+            return
         shutil.rmtree(self._partial, ignore_errors=True)
         self._undo_parents()
+        self.release()
+
+    def release(self) -> None:
+        """Lets another writer have the folder, with what is in it; the end of a process does so too."""
+        self._release()
 
     def _undo_parents(self) -> None:
         for folder in self._new_parents:
@@ -157,6 +175,37 @@ class CheckpointWriter:
             self._partial.rename(self._out)
 
 
+def _locked(folder: Path) -> int | None:
+    """Makes the folder and locks it for this process alone; the handle that holds the lock.
+
+    The folder itself is locked, not a file in it: so nothing is left over, and the lock goes along when it is
+    renamed. None, and no lock, where the platform has none. Raises UserError where another writer has it.
+    """
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        if fcntl is None:
+            return None
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(
+                f"{folder} is being written by another run: wait for its end or choose another folder", "out"
+            ) from None
+        except OSError:  # a network's file system may have no locks
+            return handle
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), folder.stat()):
+                return handle
+        os.close(handle)  # the other run has just ended, and removed or renamed it
+
+
+def _unlock(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
+
+
 def partial_folder(out: Path) -> Path:
     """Where `out` is made."""
     out = out.resolve()
@@ -169,6 +218,7 @@ def check_out(source: Checkpoint, out: Path, *, overwrite: bool) -> None:
     writer = CheckpointWriter(source, out, overwrite=overwrite, keep=True)
     if not kept:
         writer.abort()
+    writer.release()
 
 
 def _check_free(out: Path, source: Path, overwrite: bool) -> None:

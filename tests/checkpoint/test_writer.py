@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules
-from qinfer.checkpoint.writer import CheckpointWriter
+from qinfer.checkpoint.writer import CheckpointWriter, check_out
 from qinfer.errors import CheckpointError, UserError
 from qinfer.quant import W8A8Int8
 from qinfer.testing import tiny_model
@@ -207,3 +209,37 @@ def test_overwriting_deletes_nothing_but_a_checkpoint(tmp_path):
             CheckpointWriter(source, kept, overwrite=True)
     assert (kept / "mine.csv").read_text() == "keep"
     assert source.names()
+
+
+def test_two_writers_never_mix(source: Checkpoint, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = CheckpointWriter(source, out)
+    first.add("model.norm.weight", source.tensor("model.norm.weight"))
+    for keep in (False, True):
+        with pytest.raises(UserError, match=r"out\.partial is being written by another run"):
+            CheckpointWriter(source, out, keep=keep)
+    with pytest.raises(UserError, match="another run"):
+        check_out(source, out, overwrite=False)
+    for name in sorted(source.names() - {"model.norm.weight"}):
+        first.add(name, source.tensor(name))
+    first.finish(None)
+    second = CheckpointWriter(source, out, overwrite=True)
+    first.abort()  # which has ended: what is there is not its own
+    assert second.folder.is_dir()
+    second.abort()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
+
+
+def test_a_lock_ends_with_its_process(source: Checkpoint, tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from qinfer.checkpoint.writer import _locked; "
+        "handle = _locked(Path(sys.argv[1])); print('locked', flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", script, str(tmp_path / "out.partial")]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="another run"):
+            CheckpointWriter(source, tmp_path / "out")
+        other.kill()
+    CheckpointWriter(source, tmp_path / "out").abort()
