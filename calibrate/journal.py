@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.report import LayerReport
 from qinfer.checkpoint.files import empty, read_json, write_json
-from qinfer.checkpoint.shards import Piece
+from qinfer.checkpoint.shards import Piece, write_faults
 from qinfer.errors import UserError
 
 FOLDER = ".journal"
@@ -140,7 +140,8 @@ def _save_states(file: Path, states: States) -> None:
         for i, batch in enumerate(batches)
     }
     draft = file.with_suffix(".part")
-    save_file(tensors, draft)
+    with write_faults(draft):
+        save_file(tensors, draft)
     with draft.open("rb") as stream:
         os.fsync(stream.fileno())
     draft.rename(file)

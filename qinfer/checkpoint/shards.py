@@ -7,13 +7,16 @@ for one file is several, with `model.safetensors.index.json` saying which tensor
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -256,10 +259,23 @@ def _copy_together(files: Sequence[Path], target: Path) -> None:
 def _save(tensors: dict[str, Tensor], file: Path) -> None:
     """Writes a file that is whole or not there, whatever happens to process or machine."""
     with _whole(file) as draft:
-        save_file(tensors, draft, metadata={"format": "pt"})
+        with write_faults(draft):
+            save_file(tensors, draft, metadata={"format": "pt"})
         mask = os.umask(0)
         os.umask(mask)
         draft.chmod(0o666 & ~mask)  # safetensors makes it readable by its owner alone
+
+
+@contextmanager
+def write_faults(file: Path) -> Iterator[None]:
+    """Of what safetensors raises, a full disk and its like as the OSError that they are."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None or int(found[1]) == errno.EINTR:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(file)) from error
 
 
 @contextmanager

@@ -67,3 +67,16 @@ def test_dry_run_says_how_many_layers_are_finished_and_touches_nothing(qinfer, s
     assert "1 layers are finished: the same command goes on behind them" in text
     assert finished_layers(tmp_path / "out.partial") == 1
     assert qinfer(*command, "--sym", "--dry-run").code == 2
+
+
+def test_a_write_that_fails_is_one_line(source, tmp_path):
+    out = tmp_path / "out"
+    script = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+        "from qinfer.cli import main; main(sys.argv[1:])"
+    )
+    command = ["quantize", str(source), "--scheme", "fp8", "--no-gate", "--out", str(out)]
+    failed = subprocess.run([sys.executable, "-c", script, *command], capture_output=True, check=False)
+    assert failed.returncode == 2
+    assert b"Traceback" not in failed.stderr
+    assert failed.stderr.splitlines()[-1].startswith(b"qinfer: File too large: ")
