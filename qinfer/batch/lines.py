@@ -120,6 +120,10 @@ def request_of(line: Line, model_names: Collection[str]) -> BaseModel | Failure:
     """The line's body as its route takes it, or what the server would say of it."""
     if line.body.get("stream"):
         return Failure(400, "a line of a batch cannot stream: leave out stream", "stream")
+    if line.url == "/v1/responses" and line.body.get("background"):
+        return Failure(
+            400, "a line of a batch cannot run in the background: leave out background", "background"
+        )
     try:
         request = BODIES[line.url].model_validate(line.body)
     except ValidationError as error:

@@ -107,6 +107,13 @@ def test_a_body_that_its_route_refuses_is_what_the_server_says(body, status, par
     assert (failure.status, failure.param) == (status, param)
 
 
+def test_a_line_cannot_run_in_the_background():
+    body = {"input": "x", "background": True}
+    failure = request_of(parse(json.dumps(entry(url="/v1/responses", **body)).encode(), 0, 1), ("tiny",))
+    assert isinstance(failure, Failure)
+    assert (failure.status, failure.param) == (400, "background")
+
+
 def test_the_check_counts_and_tells_what_will_fail(tmp_path):
     entries = [entry(str(i), prompt="x", temperature="hot" if i % 3 == 0 else 1) for i in range(40)]
     checked = check(written(tmp_path / "in.jsonl", entries), ("tiny",))
