@@ -197,7 +197,8 @@ def test_embeddings(client):
     packed = client.embeddings.create(model=MODEL, input=texts)  # as base64, which the SDK unpacks
     for one, other in zip(numbers.data, packed.data, strict=True):
         assert sum(x * x for x in one.embedding) == pytest.approx(1, abs=1e-3)
-        assert one.embedding == pytest.approx(other.embedding, abs=1e-5)
+        # the same text in another step's company: bfloat16 rounds otherwise
+        assert sum(x * y for x, y in zip(one.embedding, other.embedding, strict=True)) > 0.999
 
 
 def test_responses(client):
