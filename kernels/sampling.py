@@ -29,7 +29,7 @@ def apply_penalties(
     `seen` [R, V] bool: in the prompt or the output; `counts` [R, V]: in the output. A seen token's logit is
     divided by the repetition penalty where positive and multiplied where negative, once.
     """
-    # a penalty of 1e-38 would make logits infinite, of which softmax makes NaN
+    # 1e-38 and 1e38 bring a logit out of float32's range, and infinity times 0 is NaN
     factor = torch.where(seen, repetition.clamp(1e-20, 1e20).unsqueeze(1), 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
     return logits - frequency.unsqueeze(1) * counts - presence.unsqueeze(1) * (counts > 0)

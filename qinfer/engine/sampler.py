@@ -29,6 +29,7 @@ from qinfer.outputs import Logprob
 
 Spell = Callable[[int], str]  # a token's own text
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
+_LARGEST = 1e30  # a logit that is adjusted; the lowest temperature leaves it finite
 
 
 class Draw(NamedTuple):
@@ -170,7 +171,9 @@ def _adjust(logits: Tensor, sequences: list[Sequence]) -> Tensor:
         if params.logit_bias:
             biased = torch.tensor(list(params.logit_bias), device=out.device)
             out[i, biased] += torch.tensor(list(params.logit_bias.values()), device=out.device)
-    return _penalize(out, sequences)
+    out = _penalize(out, sequences)
+    # a bias or a penalty without measure: infinity would make NaN of the row's probabilities
+    return out if out is logits else out.clamp(max=_LARGEST)
 
 
 def _banned(seq: Sequence) -> set[int]:
