@@ -103,3 +103,26 @@ def joined(shards: Sequence[Tensor]) -> Tensor:
     if shards[0].element_size() > 1:
         return torch.cat(list(shards))
     return torch.cat([shard.view(torch.uint8) for shard in shards]).view(shards[0].dtype)
+
+
+def number_format(
+    num_bits: int,
+    kind: str,
+    strategy: str,
+    *,
+    symmetric: bool = True,
+    group_size: int | None = None,
+    block_structure: list[int] | None = None,
+    dynamic: bool = False,
+) -> dict[str, Any]:
+    """How compressed-tensors writes weights or input activations of `kind` "int" or "float"."""
+    written: dict[str, Any] = {
+        "num_bits": num_bits,
+        "type": kind,
+        "symmetric": symmetric,
+        "strategy": strategy,
+        "group_size": group_size,
+    }
+    if block_structure is not None:
+        written["block_structure"] = block_structure
+    return {**written, "dynamic": dynamic}

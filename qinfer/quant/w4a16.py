@@ -25,7 +25,7 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
 
 GROUP_SIZES = (128, 64, 32)
 
@@ -121,14 +121,7 @@ class W4A16:
 
     def group(self) -> dict[str, Any] | None:
         return {
-            "weights": {
-                "num_bits": 4,
-                "type": "int",
-                "symmetric": self.symmetric,
-                "strategy": "group",
-                "group_size": self.group_size,
-                "dynamic": False,
-            },
+            "weights": number_format(4, "int", "group", symmetric=self.symmetric, group_size=self.group_size),
             "input_activations": None,
         }
 

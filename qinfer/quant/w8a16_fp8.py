@@ -6,7 +6,7 @@ compressed-tensors `naive-quantized`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from qinfer import ops
-from qinfer.quant.rounding import FP8_MAX, Ranges, absmax_ranges, finite_float32, fp8_codes, symmetric_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined
+from qinfer.quant.fp8_channel import Fp8Channel
+from qinfer.quant.scheme import ActivationFormat, number_format
 
 
 @dataclass(frozen=True)
-class W8A16Fp8:
+class W8A16Fp8(Fp8Channel):
     """`weight` float8_e4m3fn [N, K], `weight_scale` [N, 1] in the model's dtype."""
 
     name: ClassVar[str] = "w8a16-fp8"
@@ -29,27 +29,8 @@ class W8A16Fp8:
     def label(self) -> str:
         return self.name
 
-    def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
-        return {
-            "weight": TensorSpec((out_features, in_features), torch.float8_e4m3fn),
-            "weight_scale": TensorSpec((out_features, 1), None),
-        }
-
-    def quantize(
-        self, weight: Tensor, ranges: Ranges | None = None, *, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        weight = finite_float32(weight)
-        scale = symmetric_scale(ranges or absmax_ranges(weight, 1), FP8_MAX, dtype)
-        return {"weight": fp8_codes(weight, scale), "weight_scale": scale}
-
-    def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        return tensors["weight"].float() * tensors["weight_scale"].float()
-
     def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
         return x
-
-    def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        return {name: joined([shard[name] for shard in shards]) for name in ("weight", "weight_scale")}
 
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -70,13 +51,6 @@ class W8A16Fp8:
 
     def group(self) -> dict[str, Any] | None:
         return {
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "channel",
-                "group_size": None,
-                "dynamic": False,
-            },
+            "weights": number_format(8, "float", "channel"),
             "input_activations": None,
         }

@@ -23,7 +23,7 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,7 @@ class W8A16Int8:
 
     def group(self) -> dict[str, Any] | None:
         return {
-            "weights": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "channel",
-                "group_size": None,
-                "dynamic": False,
-            },
+            "weights": number_format(8, "int", "channel"),
             "input_activations": None,
         }
 

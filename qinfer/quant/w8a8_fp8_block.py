@@ -19,7 +19,7 @@ from torch.nn import functional
 from qinfer import ops
 from qinfer.errors import UserError
 from qinfer.quant.rounding import FP8_MAX, Ranges, finite_float32, fp8_codes, stored_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined, number_format
 
 BLOCK = 128
 
@@ -98,23 +98,8 @@ class W8A8Fp8Block:
 
     def group(self) -> dict[str, Any] | None:
         return {
-            "weights": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "block",
-                "group_size": None,
-                "block_structure": [BLOCK, BLOCK],
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "group",
-                "group_size": BLOCK,
-                "dynamic": True,
-            },
+            "weights": number_format(8, "float", "block", block_structure=[BLOCK, BLOCK]),
+            "input_activations": number_format(8, "float", "group", group_size=BLOCK, dynamic=True),
         }
 
 

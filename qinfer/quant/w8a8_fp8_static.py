@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.quant.rounding import FP8_MAX, Ranges, absmax_ranges, finite_float32, fp8_codes, stored_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined, number_format
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,5 @@ class W8A8Fp8Static:
         )
 
     def group(self) -> dict[str, Any] | None:
-        tensor = {
-            "num_bits": 8,
-            "type": "float",
-            "symmetric": True,
-            "strategy": "tensor",
-            "group_size": None,
-            "dynamic": False,
-        }
+        tensor = number_format(8, "float", "tensor")
         return {"weights": tensor, "input_activations": dict(tensor)}

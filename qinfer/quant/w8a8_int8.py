@@ -22,7 +22,7 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec
+from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,6 @@ class W8A8Int8:
 
     def group(self) -> dict[str, Any] | None:
         return {
-            "weights": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "channel",
-                "group_size": None,
-                "dynamic": False,
-            },
-            "input_activations": {
-                "num_bits": 8,
-                "type": "int",
-                "symmetric": True,
-                "strategy": "token",
-                "group_size": None,
-                "dynamic": True,
-            },
+            "weights": number_format(8, "int", "channel"),
+            "input_activations": number_format(8, "int", "token", dynamic=True),
         }
