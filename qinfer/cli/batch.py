@@ -14,33 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.engine_options import llm_keywords
-from qinfer.cli.options import (
-    AllowUngatedOption,
-    BlockSizeOption,
-    ChatTemplateOption,
-    ChunkedPrefillOption,
-    DtypeOption,
-    EnforceEagerOption,
-    GpuMemoryUtilizationOption,
-    GroupSizeOption,
-    HubTokenOption,
-    JsonOption,
-    KVCacheDtypeOption,
-    LMHeadDtypeOption,
-    LoadFormatOption,
-    MaxModelLenOption,
-    MaxNumBatchedTokensOption,
-    MaxNumSeqsOption,
-    MemoryOption,
-    ModelArgument,
-    PrefixCachingOption,
-    RevisionOption,
-    SchemeOption,
-    SeedOption,
-    SymmetricOption,
-    TokenizerOption,
-)
+from qinfer.cli.engine_options import ENGINE, GATE, HUB, MODEL, EngineKeywords, with_engine_options
+from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.cli.server_options import (
     MetricsCompatOption,
@@ -57,17 +32,11 @@ if TYPE_CHECKING:
     from qinfer.server.options import ServerOptions
     from qinfer.server.state import ServerState
 
-_FOR_LLM = (
-    *("tokenizer", "load_format", "scheme", "group_size", "symmetric", "dtype", "kv_cache_dtype"),
-    *("lm_head_dtype", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("block_size", "enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "chat_template"),
-    *("seed", "allow_ungated", "revision", "hf_token"),
-)
 
-
+@with_engine_options(*MODEL, *ENGINE, "seed", *GATE, *HUB)
 def batch(
-    context: typer.Context,
     model: ModelArgument,
+    *,
     input_file: Annotated[Path, typer.Option("--input-file", "-i", help="Requests, one JSON object a line.")],
     output_file: Annotated[Path, typer.Option("--output-file", "-o", help="Where the answers go.")],
     error_file: Annotated[
@@ -96,28 +65,7 @@ def batch(
     trust_request_chat_template: TrustTemplateOption = False,
     tool_call_parser: ToolCallParserOption = "auto",
     metrics_compat: MetricsCompatOption = "vllm",
-    tokenizer: TokenizerOption = None,
-    load_format: LoadFormatOption = "auto",
-    scheme: SchemeOption = None,
-    group_size: GroupSizeOption = None,
-    symmetric: SymmetricOption = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVCacheDtypeOption = "auto",
-    lm_head_dtype: LMHeadDtypeOption = "auto",
-    memory: MemoryOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
-    block_size: BlockSizeOption = None,
-    enable_prefix_caching: PrefixCachingOption = True,
-    enable_chunked_prefill: ChunkedPrefillOption = True,
-    enforce_eager: EnforceEagerOption = False,
-    chat_template: ChatTemplateOption = None,
-    seed: SeedOption = 0,
-    allow_ungated: AllowUngatedOption = False,
-    revision: RevisionOption = None,
-    hf_token: HubTokenOption = None,
+    engine: EngineKeywords,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format, or of {"prompt": ...}, into another file.
@@ -125,7 +73,6 @@ def batch(
     Every line is checked before the model is loaded. Answers are written in the input's order while the batch
     runs, so that --resume goes on after anything that ended it. Exit code 1: some line failed.
     """
-    keywords = llm_keywords(memory, **{name: context.params[name] for name in _FOR_LLM})
     names = tuple(served_model_name or (model,))
     with stdout_kept_for_result():
         from qinfer.batch.check import check
@@ -156,7 +103,7 @@ def batch(
 
         if first < checked.num_lines:
             document = _answered(
-                lambda: _load(model, {**keywords, "served_model_name": names}),
+                lambda: _load(model, {**engine, "served_model_name": names}),
                 make,
                 options,
                 (host, port) if enable_metrics else None,

@@ -10,43 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from qinfer.cli.bench_serve import serve
-from qinfer.cli.engine_options import llm_keywords
-from qinfer.cli.options import (
-    BlockSizeOption,
-    ChunkedPrefillOption,
-    DtypeOption,
-    EnforceEagerOption,
-    GpuMemoryUtilizationOption,
-    GroupSizeOption,
-    HubTokenOption,
-    JsonOption,
-    KVCacheDtypeOption,
-    LMHeadDtypeOption,
-    LoadFormatOption,
-    MaxModelLenOption,
-    MaxNumBatchedTokensOption,
-    MaxNumSeqsOption,
-    MemoryOption,
-    ModelArgument,
-    PrefixCachingOption,
-    RevisionOption,
-    SchemeOption,
-    SymmetricOption,
-    TokenizerOption,
-)
+from qinfer.cli.engine_options import ENGINE, HUB, MODEL, EngineKeywords, with_engine_options
+from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import show, stdout_kept_for_result, to_json
 from qinfer.errors import UserError
 
 app = typer.Typer(help="Measure a model's speed on this machine.", rich_markup_mode=None)
 app.command("serve", short_help="A load on a running server: what its clients see.")(serve)
-# what both commands hand on to LLM as it is
-_FOR_LLM = (
-    *("load_format", "scheme", "group_size", "symmetric", "dtype", "kv_cache_dtype", "lm_head_dtype"),
-    *("gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "seed", "revision", "hf_token"),
-    "tokenizer",
-)
-
 NOption = Annotated[int, typer.Option(min=1, help="Answers for each prompt.")]
 BenchSeedOption = Annotated[int, typer.Option(help="Of the prompts, of their lengths, and of dummy weights.")]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")]
@@ -57,9 +27,10 @@ OutputJsonOption = Annotated[
 
 
 @app.command("throughput", short_help="All requests at once: how many tokens per second.")
+@with_engine_options(*MODEL, *ENGINE, *HUB)
 def throughput(
-    context: typer.Context,
     model: ModelArgument,
+    *,
     dataset_name: Annotated[str, typer.Option(help="random, sharegpt or custom.")] = "random",
     dataset_path: Annotated[
         str | None, typer.Option(help="ShareGPT's JSON; JSONL with a prompt each, or text, one a line.")
@@ -91,26 +62,8 @@ def throughput(
     n: NOption = 1,
     temperature: TemperatureOption = 1.0,
     disable_detokenize: DetokenizeOption = False,
-    tokenizer: TokenizerOption = None,
-    load_format: LoadFormatOption = "auto",
-    scheme: SchemeOption = None,
-    group_size: GroupSizeOption = None,
-    symmetric: SymmetricOption = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVCacheDtypeOption = "auto",
-    lm_head_dtype: LMHeadDtypeOption = "auto",
-    memory: MemoryOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
-    block_size: BlockSizeOption = None,
-    enable_prefix_caching: PrefixCachingOption = True,
-    enable_chunked_prefill: ChunkedPrefillOption = True,
-    enforce_eager: EnforceEagerOption = False,
     seed: BenchSeedOption = 0,
-    revision: RevisionOption = None,
-    hf_token: HubTokenOption = None,
+    engine: EngineKeywords,
     output_json: OutputJsonOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -118,7 +71,7 @@ def throughput(
 
     Loading, compiling and warming up are not counted, and the prefix cache begins empty.
     """
-    keywords = _llm_keywords(context)
+    keywords = {**engine, "seed": seed}
     with stdout_kept_for_result():
         from qinfer.bench import throughput as bench
         from qinfer.bench.dataset import Dataset
@@ -149,9 +102,10 @@ def throughput(
 
 
 @app.command("latency", short_help="One batch at a time: how many seconds.")
+@with_engine_options(*MODEL, *ENGINE, *HUB, enable_prefix_caching=False)
 def latency(
-    context: typer.Context,
     model: ModelArgument,
+    *,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts of a batch.")] = 8,
@@ -160,31 +114,13 @@ def latency(
     n: NOption = 1,
     temperature: TemperatureOption = 1.0,
     disable_detokenize: DetokenizeOption = False,
-    tokenizer: TokenizerOption = None,
-    load_format: LoadFormatOption = "auto",
-    scheme: SchemeOption = None,
-    group_size: GroupSizeOption = None,
-    symmetric: SymmetricOption = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVCacheDtypeOption = "auto",
-    lm_head_dtype: LMHeadDtypeOption = "auto",
-    memory: MemoryOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
-    block_size: BlockSizeOption = None,
-    enable_prefix_caching: PrefixCachingOption = False,
-    enable_chunked_prefill: ChunkedPrefillOption = True,
-    enforce_eager: EnforceEagerOption = False,
     seed: BenchSeedOption = 0,
-    revision: RevisionOption = None,
-    hf_token: HubTokenOption = None,
+    engine: EngineKeywords,
     output_json: OutputJsonOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the same batch again and again and tell the seconds, beside the roofline of the same work."""
-    keywords = _llm_keywords(context)
+    keywords = {**engine, "seed": seed}
     with stdout_kept_for_result():
         from qinfer.bench import latency as bench
 
@@ -202,10 +138,6 @@ def latency(
         _check_writable(output_json)
         document = bench.run(model, setting, keywords)
     _tell(document, bench.to_text(document), output_json, as_json)
-
-
-def _llm_keywords(context: typer.Context) -> dict[str, Any]:
-    return llm_keywords(context.params["memory"], **{name: context.params[name] for name in _FOR_LLM})
 
 
 def _check_writable(output_json: str | None) -> None:

@@ -9,28 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.engine_options import describe_model, llm_keywords
-from qinfer.cli.options import (
-    AllowUngatedOption,
-    BlockSizeOption,
-    ChatTemplateOption,
-    ChunkedPrefillOption,
-    DtypeOption,
-    EnforceEagerOption,
-    GpuMemoryUtilizationOption,
-    HubTokenOption,
-    JsonOption,
-    KVCacheDtypeOption,
-    LMHeadDtypeOption,
-    MaxModelLenOption,
-    MaxNumBatchedTokensOption,
-    MaxNumSeqsOption,
-    MemoryOption,
-    ModelArgument,
-    PrefixCachingOption,
-    RevisionOption,
-    TrustOption,
-)
+from qinfer.cli.engine_options import ENGINE, GATE, HUB, EngineKeywords, describe_model, with_engine_options
+from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
@@ -39,6 +19,7 @@ if TYPE_CHECKING:
     from qinfer.outputs import RequestOutput
 
 
+@with_engine_options(*ENGINE, *GATE, *HUB)
 def generate(
     model: ModelArgument,
     prompt: Annotated[
@@ -47,6 +28,7 @@ def generate(
             "--prompt", "-p", help="Text to continue or to answer; may be repeated.", show_default=False
         ),
     ],
+    *,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
     system: Annotated[
         str | None, typer.Option(help="System message before each prompt (with --chat).")
@@ -61,48 +43,13 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     n: Annotated[int, typer.Option("-n", min=1, help="Answers for each prompt.")] = 1,
     seed: Annotated[int | None, typer.Option(help="Seed of each prompt's sampling.")] = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVCacheDtypeOption = "auto",
-    lm_head_dtype: LMHeadDtypeOption = "auto",
-    memory: MemoryOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
-    block_size: BlockSizeOption = None,
-    enable_prefix_caching: PrefixCachingOption = True,
-    enable_chunked_prefill: ChunkedPrefillOption = True,
-    enforce_eager: EnforceEagerOption = False,
-    chat_template: ChatTemplateOption = None,
-    allow_ungated: AllowUngatedOption = False,
-    trust: TrustOption = None,
-    revision: RevisionOption = None,
-    hf_token: HubTokenOption = None,
+    engine: EngineKeywords,
     as_json: JsonOption = False,
 ) -> None:
     """Continue prompts, or answer them with --chat."""
     if system is not None and not chat:
         raise UserError("--system needs --chat: a plain prompt has no system message", "system")
     _check_prompts(prompt, chat=chat)
-    keywords = llm_keywords(
-        memory,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        lm_head_dtype=lm_head_dtype,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        enable_prefix_caching=enable_prefix_caching,
-        enable_chunked_prefill=enable_chunked_prefill,
-        enforce_eager=enforce_eager,
-        chat_template=chat_template,
-        allow_ungated=allow_ungated,
-        trust=trust or (),
-        revision=revision,
-        hf_token=hf_token,
-    )
     sampling: dict[str, Any] = {
         "temperature": temperature,
         "top_p": top_p,
@@ -117,7 +64,7 @@ def generate(
     with stdout_kept_for_result():
         from qinfer.llm import LLM
 
-        llm = LLM(model, **keywords)
+        llm = LLM(model, **engine)
         print(llm.gate.line, file=sys.stderr)
         params = replace(llm.get_default_sampling_params(), **chosen)
         start = time.perf_counter()

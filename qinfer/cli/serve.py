@@ -7,34 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qinfer.cli.engine_options import describe_model, llm_keywords
-from qinfer.cli.options import (
-    AllowUngatedOption,
-    BlockSizeOption,
-    ChatTemplateOption,
-    ChunkedPrefillOption,
-    DtypeOption,
-    EnforceEagerOption,
-    GpuMemoryUtilizationOption,
-    GroupSizeOption,
-    HubTokenOption,
-    JsonOption,
-    KVCacheDtypeOption,
-    LMHeadDtypeOption,
-    LoadFormatOption,
-    MaxModelLenOption,
-    MaxNumBatchedTokensOption,
-    MaxNumSeqsOption,
-    MemoryOption,
-    ModelArgument,
-    PrefixCachingOption,
-    RevisionOption,
-    SchemeOption,
-    SeedOption,
-    SymmetricOption,
-    TokenizerOption,
-    TrustOption,
+from qinfer.cli.engine_options import (
+    ENGINE,
+    GATE,
+    HUB,
+    MODEL,
+    EngineKeywords,
+    describe_model,
+    with_engine_options,
 )
+from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import stdout_kept_for_result, to_json
 from qinfer.cli.server_options import (
     AllowedOriginsOption,
@@ -63,8 +45,10 @@ if TYPE_CHECKING:
     from qinfer.llm import LLM
 
 
+@with_engine_options(*MODEL, *ENGINE, "seed", *GATE, *HUB)
 def serve(
     model: ModelArgument,
+    *,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     api_key: ApiKeyOption = None,
@@ -83,32 +67,10 @@ def serve(
     metrics_compat: MetricsCompatOption = "vllm",
     custom_histogram_buckets: HistogramBucketsOption = None,
     webui: WebPageOption = True,
-    tokenizer: TokenizerOption = None,
-    load_format: LoadFormatOption = "auto",
-    scheme: SchemeOption = None,
-    group_size: GroupSizeOption = None,
-    symmetric: SymmetricOption = None,
-    dtype: DtypeOption = "auto",
-    kv_cache_dtype: KVCacheDtypeOption = "auto",
-    lm_head_dtype: LMHeadDtypeOption = "auto",
-    memory: MemoryOption = None,
-    gpu_memory_utilization: GpuMemoryUtilizationOption = None,
-    max_model_len: MaxModelLenOption = None,
-    max_num_seqs: MaxNumSeqsOption = None,
-    max_num_batched_tokens: MaxNumBatchedTokensOption = None,
-    block_size: BlockSizeOption = None,
-    enable_prefix_caching: PrefixCachingOption = True,
-    enable_chunked_prefill: ChunkedPrefillOption = True,
     scheduling_policy: SchedulingPolicyOption = "fcfs",
-    enforce_eager: EnforceEagerOption = False,
-    chat_template: ChatTemplateOption = None,
     generation_config: GenerationConfigOption = "auto",
     override_generation_config: OverrideGenerationConfigOption = None,
-    seed: SeedOption = 0,
-    allow_ungated: AllowUngatedOption = False,
-    trust: TrustOption = None,
-    revision: RevisionOption = None,
-    hf_token: HubTokenOption = None,
+    engine: EngineKeywords,
     as_json: JsonOption = False,
 ) -> None:
     """Serve MODEL over HTTP until it is interrupted.
@@ -116,35 +78,13 @@ def serve(
     What was loaded, the memory ledger and the address are told on stderr; with --json they are also one
     document on stdout, as soon as requests are answered.
     """
-    keywords = llm_keywords(
-        memory,
-        tokenizer=tokenizer,
-        load_format=load_format,
-        scheme=scheme,
-        group_size=group_size,
-        symmetric=symmetric,
-        dtype=dtype,
-        kv_cache_dtype=kv_cache_dtype,
-        lm_head_dtype=lm_head_dtype,
-        gpu_memory_utilization=gpu_memory_utilization,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        enable_prefix_caching=enable_prefix_caching,
-        enable_chunked_prefill=enable_chunked_prefill,
-        enforce_eager=enforce_eager,
-        scheduling_policy=scheduling_policy,
-        generation_config=generation_config,
-        override_generation_config=parse_overrides(override_generation_config),
-        chat_template=chat_template,
-        seed=seed,
-        allow_ungated=allow_ungated,
-        trust=trust or (),
-        revision=revision,
-        hf_token=hf_token,
-        served_model_name=served_model_name or None,
-    )
+    keywords = {
+        **engine,
+        "scheduling_policy": scheduling_policy,
+        "generation_config": generation_config,
+        "override_generation_config": parse_overrides(override_generation_config),
+        "served_model_name": served_model_name or None,
+    }
     stdout = sys.stdout
 
     def load() -> LLM:
