@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -48,9 +49,13 @@ def read_headers(file: Path) -> dict[str, Header]:
                 raise ValueError(f"{size} bytes are too few")
             raw = json.loads(stream.read(length))
         raw.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in raw.values()), default=0)
-        headers = {name: Header(file, tuple(e["shape"]), e["dtype"]) for name, e in raw.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        headers, ends = {}, [0]
+        for name, entry in raw.items():
+            _, stop = map(operator.index, entry["data_offsets"])
+            ends.append(stop)
+            headers[name] = Header(file, tuple(map(operator.index, entry["shape"])), str(entry["dtype"]))
+        end = 8 + length + max(ends)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
     if size < end:
         raise CheckpointError(f"{file} is cut off: it has {size} bytes of {end}; fetch or copy it again")

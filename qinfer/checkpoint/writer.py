@@ -72,6 +72,12 @@ class CheckpointWriter:
             self._partial = partial_folder(out)
             self._new_parents = [folder for folder in self._out.parents if not folder.exists()]
             self._release = weakref.finalize(self, _unlock, _locked(self._partial))
+            try:  # again: another run may have finished there before this one had the lock
+                _check_free(self._out, source.path.resolve(), overwrite)
+            except UserError:
+                with contextlib.suppress(OSError):
+                    self._partial.rmdir()  # which is empty, since the other's was renamed
+                raise
             if not keep:
                 empty(self._partial)  # of a run that was killed
         except OSError as error:

@@ -133,6 +133,22 @@ def test_q19_file_that_is_cut_off(keep: int, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *('{"dtype": [], "shape": [1], "data_offsets": [0, "x"]}', '{"dtype": "F32", "shape": [1.5]}'),
+        *('{"dtype": "F32", "shape": "ab", "data_offsets": [0, 4]}', "7", "null", "[" * 100_000),
+        '{"dtype": "F32", "shape": [1], "data_offsets": [0]}',
+    ],
+)
+def test_q19_header_that_says_other_things(entry: str, tmp_path: Path) -> None:
+    file = tiny_model("llama", tmp_path) / "model.safetensors"
+    header = f'{{"model.norm.weight": {entry}}}'.encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
+        open_checkpoint(tmp_path)
+
+
 def test_q19_shape_and_type_are_checked(tmp_path: Path) -> None:
     folder = quantized(tmp_path, W8A8Int8())
     change(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qinfer.checkpoint import writer
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules
@@ -243,3 +244,20 @@ def test_a_lock_ends_with_its_process(source: Checkpoint, tmp_path: Path) -> Non
             CheckpointWriter(source, tmp_path / "out")
         other.kill()
     CheckpointWriter(source, tmp_path / "out").abort()
+
+
+def test_a_run_that_ended_just_before_the_lock_keeps_its_folder(
+    source: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, locked = tmp_path / "out", writer._locked
+
+    def late(folder: Path) -> int | None:
+        out.mkdir()
+        (out / "config.json").write_text("{}")
+        return locked(folder)
+
+    monkeypatch.setattr(writer, "_locked", late)
+    with pytest.raises(UserError, match="is not empty"):
+        CheckpointWriter(source, out)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+    assert (out / "config.json").read_text() == "{}"
