@@ -42,10 +42,10 @@ def logits(path: Path) -> Tensor:
 @pytest.mark.parametrize(
     ("scheme", "method", "bound"),
     [
-        ("w8a8-int8", "smoothquant", 0.08),
-        ("w8a8-fp8-static", None, 0.2),
+        ("w8a8-int8", "smoothquant", 0.04),
+        ("w8a8-fp8-static", None, 0.15),
         ("w4a16", "awq", 0.4),
-        ("w4a16", "gptq", 0.45),
+        ("w4a16", "gptq", 0.4),
         ("w8a16-int8", "rtn", 0.025),
     ],
 )
@@ -125,4 +125,4 @@ def test_c12_experts_that_saw_no_token(method: str, tmp_path: Path, caplog: pyte
         assert bool((scale > 0).all() and scale.isfinite().all()), module
         meant = next(iter(schemes)).dequantize(result.module(module))
         if ".experts." in module and module.endswith(("gate_proj", "up_proj")) and method == "gptq":
-            assert error_ratio(meant, open_checkpoint(source).tensor(f"{module}.weight")) < 0.5
+            assert error_ratio(meant, open_checkpoint(source).tensor(f"{module}.weight")) < 0.15
