@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qinfer.calibrate import pipeline
+from qinfer.calibrate.job import fast_dtype
 from qinfer.calibrate.journal import finished_layers
 from qinfer.calibrate.needs import Work, disk, memory
 from qinfer.calibrate.pace import effort, measured_pace
@@ -111,7 +112,7 @@ def plan(
     check_out(source, out, overwrite=overwrite)
     length = min(max_seq_len or pipeline.MAX_SEQ_LEN, config.context_len)
     tokens = (num_samples or pipeline.NUM_SAMPLES) * length if recipe.needs_text or with_text else 0
-    dtype = pipeline.fast_dtype()
+    dtype = fast_dtype()
     work = Work(config, recipe, tokens, length, pipeline.SEARCH_TOKENS, dtype.itemsize)
     return DryRun(
         scheme=recipe.scheme.label,

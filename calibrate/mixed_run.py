@@ -14,8 +14,9 @@ from math import prod
 
 import torch
 
+from qinfer.calibrate.job import QuantizeJob, fast_dtype
 from qinfer.calibrate.mixing import average_bits, next_step, ranked, within_budget
-from qinfer.calibrate.pipeline import QuantizeJob, fast_dtype, run
+from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
 from qinfer.checkpoint.names import layer_modules, linear_shape

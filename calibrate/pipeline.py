@@ -17,44 +17,34 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
-from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-import qinfer
 from qinfer.calibrate import health
 from qinfer.calibrate.block import Batch, embed_batches, load_block
-from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData, Document, calibration_sequences
+from qinfer.calibrate.data import DEFAULT_SEED, Document, calibration_sequences
+from qinfer.calibrate.job import QuantizeJob, unit_name
 from qinfer.calibrate.journal import Journal
-from qinfer.calibrate.kv_scales import SIDECAR, check_kind, kv_cache_scheme, scale_tensors, sidecar
+from qinfer.calibrate.kv_scales import SIDECAR, check_kind, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
-from qinfer.calibrate.mixing import average_bits, unit_bits
-from qinfer.calibrate.recipe import PRESETS, Recipe, settle
+from qinfer.calibrate.mixing import average_bits
+from qinfer.calibrate.recipe import PRESETS, settle
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.calibrate.report_page import MARKDOWN_NAME, PAGE_NAME, html, markdown
 from qinfer.calibrate.rotations import RotatedCheckpoint
 from qinfer.calibrate.selftext import Generate, engine_generate
-from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import Checkpoint
-from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import (
-    all_modules,
     layer_groups,
     layer_modules,
-    layer_prefix,
     layer_tensors,
-    unquantized,
 )
 from qinfer.checkpoint.writer import CheckpointWriter, check_out
-from qinfer.env import cpu_features
 from qinfer.errors import CheckpointError, UserError
-from qinfer.quant import Dense, Scheme
+from qinfer.quant import Dense
 from qinfer.tokenizer import Tokenizer
 
 __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
@@ -62,78 +52,11 @@ __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 NUM_SAMPLES = 16
 MAX_SEQ_LEN = 512
 SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PROPAGATED = "outputs of the quantized layers before it"
 
 _CPU = torch.device("cpu")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class QuantizeJob:
-    """Everything that a run needs, settled and checked; `data` is None for a method that needs no text."""
-
-    source: Checkpoint
-    out: Path
-    recipe: Recipe
-    data: CalibrationData | None
-    overwrite: bool = False
-    dtype: torch.dtype | None = None  # of activations while calibrating; None: what the processor is fast at
-    kv_scales: str | None = None  # one of kv_scales.KV_SCALES
-    mix: Mapping[Unit, Scheme] = field(default_factory=dict)  # units that have a scheme of their own
-    costs: Mapping[Unit, float] = field(default_factory=dict)  # KL of each unit alone, where it was measured
-    seed: int = DEFAULT_SEED
-    resume: bool = True  # whether to go on with what the same command left unfinished
-
-    @property
-    def storage(self) -> torch.dtype:
-        """The checkpoint's dtype, in which scales are stored."""
-        dtype = getattr(torch, self.source.config.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-
-    @property
-    def activations(self) -> torch.dtype:
-        """The dtype of activations while calibrating."""
-        return self.dtype or fast_dtype()
-
-    def identity(self) -> dict[str, Any]:
-        """All that decides a bit of the result, for JSON."""
-        stats = {file.name: file.stat() for file in self.source.weight_files}
-        return {
-            "qinfer": qinfer.__version__,
-            "torch": torch.__version__,
-            "source": str(self.source.path.resolve()),
-            "weights": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-            "read as": type(self.source).__name__,
-            "scheme": self.recipe.scheme.label,
-            "method": self.recipe.method,
-            "ranges": self.recipe.ranges,
-            "seed": self.seed,
-            "activations": str(self.activations).removeprefix("torch."),
-            "kv_scales": self.kv_scales,
-            "calibration": None if self.data is None else self.data.record(),
-            "mix": {unit_name(unit): scheme.label for unit, scheme in sorted(self.mix.items())},
-        }
-
-    def scheme_of(self, index: int, group: str) -> Scheme:
-        """The scheme of one group of one layer."""
-        return self.mix.get((index, group), self.recipe.scheme)
-
-    def scheme_of_module(self, module: str) -> Scheme:
-        """The scheme of a linear by its full name."""
-        return self._schemes[module]
-
-    @cached_property
-    def _schemes(self) -> dict[str, Scheme]:
-        config = self.source.config
-        return {
-            layer_prefix(config, i) + module: self.scheme_of(i, group.name)
-            for i in range(config.num_layers)
-            for group in layer_groups(config)
-            for module in group.modules
-        }
 
 
 def prepare(
@@ -273,7 +196,7 @@ def _run(
     in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
     for name in sorted(job.source.names() - in_layers):
         write(name, job.source.tensor(name))
-    health.check_complete(_expected_names(job), writer.names)
+    health.check_complete(job.expected_names(), writer.names)
     result = QuantizeReport(
         scheme=scheme.label,
         method=job.recipe.method,
@@ -282,8 +205,8 @@ def _run(
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
-        bytes_before=_weight_bytes(job, Dense()),
-        bytes_after=_weight_bytes(job, None),
+        bytes_before=job.weight_bytes(Dense()),
+        bytes_after=job.weight_bytes(None),
         average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
         mix={unit_name(unit): other.label for unit, other in job.mix.items()},
         sensitivity={unit_name(unit): cost for unit, cost in job.costs.items()},
@@ -300,46 +223,11 @@ def _run(
         )
     sizes = {"num_bytes": result.bytes_after, "source_bytes": result.bytes_before}
     writer.finish(
-        _configuration(job),
+        job.configuration(),
         files,
         lambda written: health.check_written(written, job.scheme_of_module, **sizes),
     )
     return result
-
-
-def unit_name(unit: Unit) -> str:
-    """A unit in words."""
-    return f"layer {unit[0]} {unit[1]}"
-
-
-def _weight_bytes(job: QuantizeJob, scheme: Scheme | None) -> int:
-    """Of all tensors in the files; every linear in `scheme`, or in its own where that is None."""
-    config, item = job.source.config, job.storage.itemsize
-    linears = {f"{module}.weight" for module in all_modules(config)}
-    headers = [job.source.header(name) for name in job.source.names() - linears]
-    others = sum(prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in headers)
-    units = [(i, group.name) for i in range(config.num_layers) for group in layer_groups(config)]
-    bits = sum(unit_bits(config, group, scheme or job.scheme_of(i, group), item) for i, group in units)
-    return others + bits // 8
-
-
-def _expected_names(job: QuantizeJob) -> set[str]:
-    config = job.source.config
-    names = health.expected_names(config, job.scheme_of_module, job.source.names())
-    if kv_cache_scheme(job.kv_scales) is not None:
-        prefixes = [layer_prefix(config, i) for i in range(config.num_layers)]
-        names |= {f"{prefix}self_attn.{x}_scale" for prefix in prefixes for x in "kv"}
-    return names
-
-
-def _configuration(job: QuantizeJob) -> dict[str, Any]:
-    exceptions = {m: job.scheme_of_module(m) for m in all_modules(job.source.config)}
-    return quantization_config(
-        job.recipe.scheme,
-        ignore=unquantized(job.source.config),
-        exceptions={m: s for m, s in exceptions.items() if s != job.recipe.scheme},
-        kv_cache_scheme=kv_cache_scheme(job.kv_scales),
-    )
 
 
 def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> QuantizedLayer:
@@ -365,8 +253,3 @@ def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> Quant
         scales = scale_tensors(job.kv_scales, layer.kv_maxima, job.storage)
         named |= {plan.prefix + name: tensor for name, tensor in scales.items()}
     return layer._replace(tensors=named)
-
-
-def fast_dtype() -> torch.dtype:
-    """Of activations: bfloat16 where the processor has matrix units for it, else float32."""
-    return torch.bfloat16 if "amx_bf16" in cpu_features() else torch.float32
