@@ -185,7 +185,7 @@ def test_sampled_tokens_are_those_of_the_meaning(folders: Any, choose: Any) -> N
 def test_what_a_kernel_declines_runs_and_is_said_once(
     folders: Any, choose: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backend._said.clear()
+    backend.fallbacks.clear()
     llm = LLM(str(folders("qwen2", "bfloat16", "w8a16-int8")), dtype="float32", **SMALL)
     assert bool(logits(llm).isfinite().all())
     said = [record for record in caplog.records if "w8a16_int8 runs in plain torch" in record.getMessage()]
