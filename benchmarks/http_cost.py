@@ -1,15 +1,16 @@
 """What HTTP costs: the same prompts through `LLM.generate` and through a server, turn by turn.
 
     python benchmarks/http_cost.py MODEL [--clients 64] [--prompts 128] [--input-len 64] [--output-len 64]
-                              [--rounds 5] [--out FILE]
+                              [--rounds 5] [--client-processes 1] [--out FILE]
                               [--load-format dummy --scheme S --tokenizer DIR --gpu-memory-utilization 0.45]
 
 Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
 streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
-cache. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the rounds;
-rounds alternate, since the speed of a shared machine drifts. Beside it stands the processor time per token of
-the process with the engine, which a busy machine disturbs less.
+cache. Clients must not be what limits: a fast engine wants several processes of them. The figure is the ratio
+of output tokens per second, over HTTP to without, in the median of the rounds; rounds alternate, since the
+speed of a shared machine drifts. Beside it stands the processor time per token of the process with the
+engine, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +45,7 @@ from qinfer.bench.sample import Target
 from qinfer.bench.serving import Load, run
 
 COLUMNS = ("generate", "streams", "whole")
+FIELDS = {"temperature": 0, "ignore_eos": True}
 ENGINE = {
     **dict.fromkeys(("load_format", "scheme", "tokenizer", "kv_cache_dtype"), str),
     "gpu_memory_utilization": float,
@@ -54,17 +60,21 @@ class Rate(NamedTuple):
 
 
 @contextmanager
-def server(model: str, words: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
-    """A `qinfer serve` process and its URL."""
+def server(model: str, words: Sequence[str]) -> Iterator[Callable[[], tuple[str, psutil.Process]]]:
+    """A `qinfer serve` process that loads meanwhile; what is yielded waits for it and says its URL."""
     command = [sys.executable, "-m", "qinfer", "serve", model, "--port", "0", "--json", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        lines: list[str] = []
-        while not lines or lines[-1].rstrip() != "}":
-            lines.append(process.stdout.readline())
-            assert lines[-1], "the server did not start"
+
+        def ready() -> tuple[str, psutil.Process]:
+            assert process.stdout
+            lines: list[str] = []
+            while not lines or lines[-1].rstrip() != "}":
+                lines.append(process.stdout.readline())
+                assert lines[-1], "the server did not start"
+            return str(json.loads("".join(lines))["url"]), psutil.Process(process.pid)
+
         try:
-            yield str(json.loads("".join(lines))["url"]), psutil.Process(process.pid)
+            yield ready
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -85,20 +95,21 @@ def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def streamed(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], load: Load) -> int:
+def streamed(url: str, prompts: Sequence[Prompt], clients: int) -> int:
     """Streaming clients; every answer must be complete."""
     target = Target(Address.of(url), "/v1/completions", False, {})
-    samples, _ = asyncio.run(run(target, prompts, load, fields))
+    load = Load(Dataset(num_prompts=len(prompts)), max_concurrency=clients)
+    samples, _ = asyncio.run(run(target, prompts, load, FIELDS))
     assert all(sample.ok for sample in samples), [sample.error for sample in samples if not sample.ok][:3]
     return sum(sample.output_len for sample in samples)
 
 
-def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: int) -> int:
+def whole(url: str, prompts: Sequence[Prompt], clients: int) -> int:
     """Clients that wait for the whole answer."""
     address, limit = Address.of(url), asyncio.Semaphore(clients)
 
     async def one(prompt: Prompt) -> int:
-        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **fields}
+        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **FIELDS}
         async with limit, request(address, "POST", "/v1/completions", json.dumps(body).encode()) as answer:
             return int(json.loads(await answer.text())["usage"]["completion_tokens"])
 
@@ -106,6 +117,21 @@ def whole(url: str, prompts: Sequence[Prompt], fields: dict[str, Any], clients: 
         return sum(await asyncio.gather(*map(one, prompts)))
 
     return asyncio.run(everyone())
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """All clients, in so many processes; called with `streamed` or `whole`, the tokens that came."""
+
+    pool: Executor
+    num_processes: int
+    clients: int
+    prompts: Sequence[Prompt]
+
+    def __call__(self, ask: Callable[[str, Sequence[Prompt], int], int], url: str) -> int:
+        shares = [self.prompts[i :: self.num_processes] for i in range(self.num_processes)]
+        each = self.clients // self.num_processes
+        return sum(self.pool.map(partial(ask, url), shares, [each] * self.num_processes))
 
 
 def arguments() -> argparse.Namespace:
@@ -116,6 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--out", type=Path)
     sizes = {"clients": 64, "prompts": 128, "input-len": 64, "output-len": 64, "rounds": 5}
+    sizes["client-processes"] = 1
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, kind in ENGINE.items():
@@ -124,23 +151,29 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(asked: argparse.Namespace, llm: LLM, words: Sequence[str]) -> Iterator[Sequence[Rate]]:
-    """One rate for each of COLUMNS, round after round; the first round, which warms up, is not among them."""
-    dataset = Dataset(num_prompts=asked.prompts, input_len=asked.input_len, output_len=asked.output_len)
-    tokenizer = llm.get_tokenizer()
-    prompts = texts_of(dataset.draw(tokenizer.vocab_size, tokenizer), tokenizer, dataset.seed)
-    load = Load(dataset, max_concurrency=asked.clients)
-    fields = {"temperature": 0, "ignore_eos": True}
-    me = psutil.Process()
-    with server(asked.model, words) as (url, process):
-        for number in range(asked.rounds + 1):
+def measured(
+    asked: argparse.Namespace, words: Sequence[str], limits: dict[str, Any]
+) -> tuple[str, list[Sequence[Rate]]]:
+    """The device, and a rate for each of COLUMNS, round after round but the first, which warms up."""
+    count, me, rounds = asked.client_processes, psutil.Process(), []
+    workers = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
+    with workers as pool, server(asked.model, words) as ready:
+        llm = LLM(asked.model, allow_ungated=True, **limits)
+        dataset = Dataset(num_prompts=asked.prompts, input_len=asked.input_len, output_len=asked.output_len)
+        tokenizer = llm.get_tokenizer()
+        prompts = texts_of(dataset.draw(tokenizer.vocab_size, tokenizer), tokenizer, dataset.seed)
+        url, process = ready()
+        crowd = Crowd(pool, count, asked.clients, prompts)
+        for _ in range(asked.rounds + 1):
             found = (
                 rate(me, lambda: generated(llm, prompts)),
-                rate(process, lambda: streamed(url, prompts, fields, load)),
-                rate(process, lambda: whole(url, prompts, fields, asked.clients)),
+                rate(process, lambda: crowd(streamed, url)),
+                rate(process, lambda: crowd(whole, url)),
             )
-            if number:
-                yield found
+            told = [f"{one.tokens_per_second:9.1f}/s {one.cpu_ms:6.3f} ms" for one in found]
+            print("  ".join(map(" ".join, zip(COLUMNS, told, strict=True))), flush=True)
+            rounds.append(found)
+    return machine_of(llm).name, rounds[1:]
 
 
 def main() -> None:
@@ -151,19 +184,14 @@ def main() -> None:
     for name, value in chosen.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     limits: dict[str, Any] = {"max_num_seqs": asked.clients, "enable_prefix_caching": False, **chosen}
-    llm = LLM(asked.model, allow_ungated=True, **limits)
-    rounds = []
-    for found in measured(asked, llm, words):
-        rounds.append(found)
-        told = zip(COLUMNS, found, strict=True)
-        print("  ".join(f"{name} {one.tokens_per_second:8.1f}/s {one.cpu_ms:6.2f} ms" for name, one in told))
+    device, rounds = measured(asked, words, limits)
     ratios = {
         f"{name} {key}": statistics.median(row[i][k] / row[0][k] for row in rounds)
         for i, name in enumerate(COLUMNS)
         for k, key in enumerate(Rate._fields)
     }
     setting = {name: value for name, value in vars(asked).items() if name != "out"}
-    machine = {"device": machine_of(llm).name, "torch": torch.__version__, "date": date.today().isoformat()}
+    machine = {"device": device, "torch": torch.__version__, "date": date.today().isoformat()}
     document = {**machine, **setting, "columns": COLUMNS, "rounds": rounds, "median_ratio": ratios}
     if asked.out:
         asked.out.write_text(json.dumps(document, indent=1) + "\n")
