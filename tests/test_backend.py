@@ -17,8 +17,10 @@ from qinfer import backend, env, ops
 from qinfer.engine.options import StepLimits
 from qinfer.engine.warmup import plans, sizes
 from qinfer.errors import UserError
+from qinfer.kernels import w4a16
 from qinfer.kernels.ahead_triton import compiled_ahead
 from qinfer.kernels.tiles import Declined
+from qinfer.ops import attending, eight_bit, elementwise, norms, sampling, weight_only
 
 Op = Callable[..., Any]
 X = torch.tensor([1.0, 2.0])
@@ -220,7 +222,7 @@ def test_the_check_of_a_write_copies_the_touched_pages_alone(kv: torch.dtype) ->
     scales = [torch.rand(shape[:3]), torch.rand(shape[:3])] if kv is torch.int8 else [None, None]
     pages = ops.KVPages(k, v, *scales, k_scale=0.5)
     slots = torch.tensor([21, 9, 20, -1])
-    rehearsal = ops._few_pages("data", pages, slots)
+    rehearsal = attending._few_pages("data", pages, slots)
     data, copy, places = rehearsal.args
     assert data == "data"
     assert copy.k_scale == 0.5
@@ -245,19 +247,23 @@ def test_what_a_gpu_would_run_is_told_in_words(choose: Any) -> None:
 
 
 def test_every_op_that_asks_here_has_a_twin_of_the_same_signature() -> None:
-    asking = re.findall(r"_backend\.run\w*\(\s*(?:_few_pages,\s*)?(_\w+)\.(\w+)", inspect.getsource(ops))
-    assert len(asking) >= 20
-    meanings = [getattr(getattr(ops, module), name) for module, name in asking]
-    meanings += [*ops._NORM_TO.values(), *ops._ADD_NORM_TO.values(), *ops._GATED_TO.values()]
+    asks = re.compile(r"backend\.run\w*\(\s*(?:_few_pages,\s*)?(_\w+)\.(\w+)")
+    meanings = [
+        getattr(getattr(module, kernel), name)
+        for module in (attending, eight_bit, elementwise, norms, sampling, weight_only)
+        for kernel, name in asks.findall(inspect.getsource(module))
+    ]
+    assert len(meanings) >= 20
+    meanings += [*norms._NORM_TO.values(), *norms._ADD_NORM_TO.values(), *elementwise._GATED_TO.values()]
     for meaning in meanings:
-        if meaning is ops._w4a16.w4a16:  # with float32 scales, which `pack_w4a16` leaves in rows
+        if meaning is w4a16.w4a16:  # with float32 scales, which `pack_w4a16` leaves in rows
             with pytest.raises(Declined, match="no kernel"):
                 backend._twin(meaning)
             continue
         twin = backend._twin(meaning)
         assert twin.__name__ == meaning.__name__
         assert list(inspect.signature(twin).parameters) == list(inspect.signature(meaning).parameters)
-    assert backend._twin(ops._attend_by_plan).__module__ == "qinfer.kernels.paged_attention_triton"
+    assert backend._twin(attending._attend_by_plan).__module__ == "qinfer.kernels.paged_attention_triton"
 
 
 def test_sizes_are_powers_of_two_and_those_between() -> None:

@@ -103,11 +103,17 @@ def test_kernels_know_torch_numpy_triton_and_the_standard_library():
 
 
 def test_only_ops_and_its_choice_of_a_twin_import_kernels():
-    outside = importers("qinfer.kernels") - inside(set(IMPORTS), "qinfer.kernels")
-    assert outside == {"qinfer.ops", "qinfer.backend"}
+    outside = importers("qinfer.kernels") - inside(set(IMPORTS), "qinfer.kernels", "qinfer.ops")
+    assert outside == {"qinfer.backend"}
     assert not {name for name in IMPORTS["qinfer.backend"] if name.endswith("_triton")} - {
         "qinfer.kernels.ahead_triton"
     }
+
+
+def test_ops_are_taken_from_the_package_not_from_its_files():
+    files = {module for module in IMPORTS if module.startswith("qinfer.ops.")}
+    assert len(files) >= 8
+    assert importers(*files) == inside(importers(*files), "qinfer.ops")
 
 
 def test_model_knows_no_engine_calibration_or_evaluation():

@@ -5,7 +5,8 @@ import json
 import torch
 
 import qinfer as package
-from qinfer import backend, ops
+from qinfer import backend
+from qinfer.ops import cpu
 from qinfer.quant import SCHEMES
 
 
@@ -27,7 +28,7 @@ def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
 
 
 def test_doctor_says_when_int8_would_be_slow(qinfer, monkeypatch):
-    monkeypatch.setattr(ops, "onednn_int8_is_exact", lambda: False)
+    monkeypatch.setattr(cpu, "onednn_int8_is_exact", lambda: False)
     out = qinfer("doctor").stdout
     assert "op w8a8-int8" in out
     assert "saturates" in out
