@@ -48,10 +48,14 @@ _NOT_COVERED = ("generation_config.json", "quantize_report.json")  # and what be
 _BLOCK = 1 << 20  # bytes hashed at a time
 
 
+GateState = Literal["dense", "passed", "failed", "ungated"]
+"""No verdict needed; a PASS that covers this use; served in spite of a FAIL, or without a valid verdict."""
+
+
 class GateStatus(NamedTuple):
     """What the gate says of a checkpoint that may be served, and one line for the log and `/health`."""
 
-    state: Literal["dense", "passed", "ungated"]
+    state: GateState
     line: str
 
 
@@ -172,19 +176,31 @@ def resolve_kv_cache_dtype(kv_cache_dtype: str, checkpoint: Path) -> str:
     """The key of KV_RISK that an option means; "auto" is what config.json says. UserError when unknown."""
     name = {"fp8_e4m3": "fp8"}.get(kv_cache_dtype, kv_cache_dtype)
     if name == "auto":
-        try:
-            config = json.loads((checkpoint / "config.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}") from None
-        config = {**config, **(config.get("text_config") or {})}
-        name = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
-        if (config.get("quantization_config") or {}).get("kv_cache_scheme"):
-            name = "fp8"  # the only kind that compressed-tensors knows
+        config = _config(checkpoint)
+        # fp8 is the only kind that compressed-tensors knows
+        name = "fp8" if (config.get("quantization_config") or {}).get("kv_cache_scheme") else _dtype(config)
     if name not in KV_RISK:
         raise UserError(
             f"unknown kv_cache_dtype {kv_cache_dtype!r}; known: auto, {', '.join(KV_RISK)}", "kv_cache_dtype"
         )
     return name
+
+
+def own_dtype(checkpoint: Path) -> str:
+    """The dtype of activations that config.json says; UserError where it cannot be read."""
+    return _dtype(_config(checkpoint))
+
+
+def _config(checkpoint: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((checkpoint / "config.json").read_bytes())
+        return {**config, **(config.get("text_config") or {})}
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{checkpoint / 'config.json'} cannot be read: {error}") from None
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def series(version: str) -> str:

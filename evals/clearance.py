@@ -1,15 +1,15 @@
 """Who may serve: whether a certificate covers these bytes, used in this way, now.
 
-A quantized checkpoint is refused when its verdict is failed, undecided, missing, unreadable, expired or
-stale, or not signed by a trusted key where one is demanded. Stale means: a covered file was changed, added or
-removed since; the KV cache to be used is riskier than the one measured (float32 < bfloat16 = float16 < int8
-< fp8; a safer one is fine); the head is to be int8 and was not; another tokenizer or chat template is given.
+A quantized checkpoint is refused when its verdict is failed, undecided, missing, unreadable, expired, not
+signed by a trusted key where one is demanded, or stale: a covered file was changed, added or removed since.
+What else a verdict covers, and what helps where it does not, is in `coverage`.
 
 All that can be known at once is checked when a `Clearance` is made. The weights are hashed on threads of
 their own while they are loaded, and `result` waits for that: nothing is served before it has returned. A
 file, of weights or not, whose time or size differs between the two ends is as stale as one with another hash.
 
-Where a person allows it, an ungated checkpoint is served all the same, and everything says so.
+Where a person allows it, an ungated checkpoint is served all the same, and everything says so; one that has
+failed is told apart from one of which nothing valid is known.
 """
 
 from __future__ import annotations
@@ -19,45 +19,18 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-import qinfer
 from qinfer.errors import GateError
 from qinfer.evals import signature
-from qinfer.evals.certificate import (
-    KV_RISK,
-    GateStatus,
-    covered_files,
-    hash_all,
-    hash_file,
-    read,
-    reading_files,
-    resolve_kv_cache_dtype,
-    series,
-    small_files,
-    weight_files,
-)
+from qinfer.evals.certificate import GateStatus, covered_files, hash_all, hash_file, weight_files
+from qinfer.evals.coverage import Refusal, Use, check_reading, covered, judge_again
 
 Kind = Literal["dense", "quantized", "dummy"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Use:
-    """How a checkpoint is to be served, as far as a verdict depends on it."""
-
-    kv_cache_dtype: str = "auto"  # a key of KV_RISK, "fp8_e4m3" or "auto": what config.json says
-    lm_head_dtype: str = "auto"
-    tokenizer: Path | None = None  # another folder's
-    chat_template: str | None = None  # the text of another one
-    trust: tuple[Path, ...] = ()  # public keys, one of which must have signed
-    device: str | None = None  # "cpu" or "cuda"; another than the measured one is said, not refused
 
 
 class Clearance:
@@ -82,6 +55,7 @@ class Clearance:
         self._threads: ThreadPoolExecutor | None = None
         self._hashes: dict[str, Future[str]] = {}
         self._status: GateStatus | None = None
+        self._document: dict[str, Any] = {}
         if kind == "dense":
             self._status = GateStatus("dense", "dense weights: no verdict needed")
             return
@@ -90,7 +64,7 @@ class Clearance:
             return
         try:
             self._marks = _marks(checkpoint)
-            self._document = _document(checkpoint, use)
+            self._document = covered(checkpoint, use)
             weights = _check_small_files(checkpoint, self._document["hashes"])
             # an index that was another one when the weights were opened led to other files
             strange = {str(path) for path in reads if path not in weights.values()}
@@ -120,7 +94,7 @@ class Clearance:
                 self._status = GateStatus("passed", _line(self._document, self._use))
             except GateError as error:
                 self._status = self._refused(error)
-        if self._status.state == "ungated":
+        if self._status.state in ("ungated", "failed"):
             logger.warning("%s", self._status.line)
         return self._status
 
@@ -131,17 +105,19 @@ class Clearance:
         moved = {name for name, _ in self._marks.items() ^ _marks(self._checkpoint).items()}
         _refuse_changed(self._checkpoint, moved | {name for name in now if now[name] != then[name]})
         _check_small_files(self._checkpoint, then)
-        _check_reading(self._checkpoint, then, self._use)
+        check_reading(self._checkpoint, then, self._use)
 
     def _refused(self, error: GateError) -> GateStatus:
-        if self._allow:
-            return GateStatus("ungated", f"served without a valid verdict of the gate: {error}")
-        head = self._use.lm_head_dtype
-        option = "" if head == "auto" else f" --lm-head-dtype {head}"
-        raise GateError(
-            f"{error}; get a verdict with `qinfer eval {self._checkpoint} --against REF{option}`, "
-            "or serve it all the same with --allow-ungated (allow_ungated=True)"
-        ) from None
+        refusal = error if isinstance(error, Refusal) else self._stale(error)
+        if not self._allow:
+            allow = "serve it all the same with --allow-ungated (allow_ungated=True)"
+            raise GateError(f"{refusal}; {refusal.remedy}; or {allow}") from None
+        served = "in spite of a FAIL" if refusal.state == "failed" else "without a valid verdict of the gate"
+        return GateStatus(refusal.state, f"served {served}: {refusal}")
+
+    def _stale(self, error: GateError) -> Refusal:
+        """Files that differ or cannot be read: another verdict is what they want."""
+        return Refusal(str(error), judge_again(self._checkpoint, self._use, self._document))
 
 
 def require(
@@ -159,66 +135,6 @@ def _dummy_status(allow_ungated: bool) -> GateStatus:
             "(`qinfer bench`); serve them all the same with --allow-ungated (allow_ungated=True)"
         )
     return GateStatus("ungated", "dummy weights: random numbers, which no gate judges")
-
-
-def _document(checkpoint: Path, use: Use) -> dict[str, Any]:
-    """The certificate, once it covers such a use; GateError with the first reason why it does not."""
-    kv_cache_dtype = resolve_kv_cache_dtype(use.kv_cache_dtype, checkpoint)
-    document = read(checkpoint)
-    if use.trust:
-        try:
-            signature.check(document, use.trust)
-        except GateError as error:
-            raise GateError(f"the verdict on {checkpoint} is not to be trusted: {error}") from None
-    if document["verdict"] != "PASS":
-        because = f" ({document['reasons'][0]})" if document["reasons"] else ""
-        raise GateError(f"the gate's verdict on {checkpoint} is {document['verdict']}{because}")
-    _check_expiry(checkpoint, document["expires"], datetime.now(UTC))
-    measured = document["settings"]["kv_cache_dtype"]
-    if not KV_RISK[kv_cache_dtype] <= KV_RISK[measured]:
-        raise GateError(
-            f"the verdict on {checkpoint} was measured with a {measured} KV cache "
-            f"and does not cover {kv_cache_dtype}"
-        )
-    if use.lm_head_dtype not in ("auto", document["settings"].get("lm_head_dtype", "auto")):
-        raise GateError(
-            f"the verdict on {checkpoint} was measured with a dense lm_head "
-            f"and does not cover {use.lm_head_dtype}"
-        )
-    _check_reading(checkpoint, document["hashes"], use)
-    return document
-
-
-def _check_expiry(checkpoint: Path, expires: Mapping[str, Any], now: datetime) -> None:
-    end, known = expires.get("at"), expires.get("qinfer")
-    if end is not None and now >= datetime.fromisoformat(end):
-        raise GateError(f"the verdict on {checkpoint} expired at {end}")
-    if known not in (None, series(qinfer.__version__)):
-        raise GateError(
-            f"the verdict on {checkpoint} was given by qinfer {known} and this is {qinfer.__version__}, "
-            "whose numbers may differ"
-        )
-
-
-def _check_reading(checkpoint: Path, then: Mapping[str, str], use: Use) -> None:
-    """Refuses another tokenizer or chat template than the one the verdict was measured with."""
-    if use.tokenizer is not None:
-        files = small_files(use.tokenizer)
-        templates = use.chat_template is None  # which would take the place of all that the folder has
-        there = hash_all({name: files[name] for name in reading_files(files, templates=templates)})
-        ours = {name: then[name] for name in reading_files(then, templates=templates)}
-        if there != ours:
-            raise GateError(
-                f"the verdict on {checkpoint} was measured with its own tokenizer and chat template "
-                f"and does not cover those of {use.tokenizer}"
-            )
-    if use.chat_template is not None:
-        given = sha256(use.chat_template.encode("utf-8", "surrogatepass")).hexdigest()
-        if given != then.get("chat_template.jinja"):
-            raise GateError(
-                f"the verdict on {checkpoint} was measured with its own chat template and does not cover "
-                "another (put it into the folder as chat_template.jinja and judge that)"
-            )
 
 
 def _check_small_files(checkpoint: Path, then: Mapping[str, str]) -> dict[str, Path]:

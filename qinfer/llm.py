@@ -127,6 +127,7 @@ class LLM:
             checkpoint,
             kv_cache_dtype,
             lm_head_dtype,
+            dtype=str(model_dtype).removeprefix("torch."),
             allow_ungated=allow_ungated,
             tokenizer=tokenizer,
             chat_template=chat_template,

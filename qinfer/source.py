@@ -18,7 +18,8 @@ from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
 from qinfer.errors import UserError
-from qinfer.evals.clearance import Clearance, Kind, Use
+from qinfer.evals.clearance import Clearance, Kind
+from qinfer.evals.coverage import Use
 from qinfer.tokenizer import Tokenizer, has_tokenizer, read_template
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -70,6 +71,7 @@ def judge(
     kv_cache_dtype: str,
     lm_head_dtype: str = "auto",
     *,
+    dtype: str,
     allow_ungated: bool,
     tokenizer: str | os.PathLike[str] | None = None,
     chat_template: str | None = None,
@@ -84,6 +86,7 @@ def judge(
     use = Use(
         kv_cache_dtype,
         lm_head_dtype,
+        dtype,
         None if tokenizer is None else hub.resolve(tokenizer, token=hf_token),
         None if chat_template is None else read_template(chat_template),
         tuple(Path(key) for key in trust),

@@ -40,9 +40,9 @@ ALERTS: dict[str, tuple[dict[str, str], dict[str, str], dict[str, str]]] = {
         {},
     ),
     "QinferUngated": (
-        {'qinfer_gate_state{state="ungated"}': "1x20"},
+        {'qinfer_gate_state{state="failed"}': "1x20"},
         {'qinfer_gate_state{state="ungated"}': "0x20", 'qinfer_gate_state{state="passed"}': "1x20"},
-        {"state": "ungated"},
+        {"state": "failed"},
     ),
     "QinferSlowKernels": (
         {'qinfer_kernel_fallbacks_total{op="rms_norm",reason="odd"}': "0+1x30"},

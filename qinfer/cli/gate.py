@@ -7,18 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.options import JsonOption, KVCacheDtypeOption, LMHeadDtypeOption, SignOption, TrustOption
+from qinfer.cli.options import (
+    DtypeOption,
+    JsonOption,
+    KVCacheDtypeOption,
+    LMHeadDtypeOption,
+    SignOption,
+    TrustOption,
+)
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import GateError, UserError
 
 if TYPE_CHECKING:
-    from qinfer.evals.clearance import Use
+    from qinfer.evals.coverage import Use
 
 
 def gate(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint folder.", show_default=False)],
     trust: TrustOption = None,
     sign: SignOption = None,
+    dtype: DtypeOption = "auto",
     kv_cache_dtype: KVCacheDtypeOption = "auto",
     lm_head_dtype: LMHeadDtypeOption = "auto",
     as_json: JsonOption = False,
@@ -32,14 +40,16 @@ def gate(
         raise UserError(f"{folder} is no folder: give that of a checkpoint", "folder")
     with stdout_kept_for_result():
         from qinfer.checkpoint.checkpoint import open_checkpoint
-        from qinfer.evals.certificate import resolve_kv_cache_dtype
-        from qinfer.evals.clearance import Use
+        from qinfer.evals.coverage import Use
+        from qinfer.reading import Serving, name_of
 
-        use = Use(resolve_kv_cache_dtype(kv_cache_dtype, folder), lm_head_dtype, trust=tuple(trust or ()))
-        is_quantized = open_checkpoint(folder).is_quantized
+        checkpoint = open_checkpoint(folder)
+        serving = Serving.settle(dtype, kv_cache_dtype, checkpoint, lm_head_dtype)
+        served = name_of(serving.dtype)
+        use = Use(serving.kv_cache_dtype, lm_head_dtype, served, trust=tuple(trust or ()))
         if sign is not None:
             _sign(folder, sign)
-        document = {"path": str(folder), **_told(folder, use, is_quantized=is_quantized)}
+        document = {"path": str(folder), **_told(folder, use, is_quantized=checkpoint.is_quantized)}
     show(document, _text(document), as_json)
     if document["state"] == "refused":
         raise typer.Exit(1)

@@ -21,7 +21,7 @@ from qinfer.server.http_metrics import HttpCollector, HttpMetrics
 from qinfer.server.metrics import REASONS, ServerMetrics
 from qinfer.server.state import ServerState
 
-GATE_STATES = ("dense", "passed", "ungated")
+GATE_STATES = ("dense", "passed", "failed", "ungated")
 LEDGER_PARTS = ("budget", "weights", "activations", "graphs", "reserve", "kv_pool")
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import qinfer
 from qinfer.errors import GateError, UserError
 from qinfer.evals import certificate, clearance
 from qinfer.evals.certificate import GateStatus
-from qinfer.evals.clearance import Clearance, Use
+from qinfer.evals.clearance import Clearance
+from qinfer.evals.coverage import Use
 from qinfer.evals.signature import Signer
 
 
@@ -33,12 +35,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def certify(
-    folder: Path, verdict: str = "PASS", *, settings: dict[str, Any] | None = None, **options
+    folder: Path,
+    verdict: str = "PASS",
+    *,
+    settings: dict[str, Any] | None = None,
+    found: Mapping[str, Any] | None = None,
+    **options,
 ) -> None:
+    measured = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "qinfer": qinfer.__version__}
     contents = {
         "verdict": verdict,
         "reasons": ["KL is low" if verdict == "PASS" else "mean KL too high"],
-        "settings": {"kv_cache_dtype": "bfloat16", "qinfer": qinfer.__version__, **(settings or {})},
+        "settings": {**measured, **(settings or {})},
+        **(found or {}),
     }
     certificate.write(folder, contents, certificate.hash_files(folder), f"# {verdict}\n", **options)
 
@@ -63,16 +72,65 @@ def test_pass_serves(folder: Path) -> None:
     assert require(folder) == ("passed", "gate passed: KL is low")
 
 
-@pytest.mark.parametrize("verdict", ["FAIL", "UNDECIDED", "pass", ""])
-def test_any_other_verdict_is_refused_in_one_line_that_names_the_way_out(folder: Path, verdict: str) -> None:
+@pytest.mark.parametrize("verdict", ["UNDECIDED", "pass", ""])
+def test_what_is_not_decided_wants_more_evidence(folder: Path, verdict: str) -> None:
     certify(folder, verdict)
+    line = refused(folder)
+    assert "mean KL too high" in line
+    assert "; measure more: a longer --budget or none" in line
+    assert require(folder, allow_ungated=True).state == "ungated"
+
+
+@pytest.mark.parametrize(
+    ("found", "way_out"),
+    [
+        ({"measures": [{}]}, "; see that --against is what it was made from, quantize with --until-gate"),
+        ({"measures": [{}], "blame": {"culprit": None}}, "quantize with --until-gate"),
+        ({"measures": [{}], "blame": "odd", "offer": {"how": ["odd"]}}, "quantize with --until-gate"),
+        ({"measures": [{}], "offer": {"how": "do this"}}, "; what passes in its place: do this;"),
+        (
+            {"measures": [{}], "blame": {"culprit": "layer 17"}, "offer": {"how": "do this"}},
+            "; layer 17 alone is to blame: make the checkpoint anew",
+        ),
+        ({}, "; give it its source's tokenizer files and chat template"),
+    ],
+)
+def test_after_a_fail_judging_again_is_not_the_way_out(
+    folder: Path, found: dict[str, Any], way_out: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    certify(folder, "FAIL", found=found)
+    line = refused(folder)
+    assert "is FAIL (mean KL too high)" in line
+    assert way_out in line
+    assert "qinfer eval" not in line
+    with caplog.at_level(logging.WARNING, "qinfer"):
+        status = require(folder, allow_ungated=True)
+    assert status.state == "failed"
+    assert status.line.startswith("served in spite of a FAIL: the gate's verdict on")
+    assert [record.message for record in caplog.records] == [status.line]
+
+
+def test_the_way_to_a_verdict_is_a_command_that_gives_it(folder: Path) -> None:
+    assert f"; get a verdict with `qinfer eval {folder} --against REF`; or serve" in refused(folder)
+    certify(folder, settings={"against": "my source"})
+    for use, options in (
+        ({"kv_cache_dtype": "fp8"}, " --kv-cache-dtype fp8"),
+        ({"kv_cache_dtype": "fp8", "dtype": "bfloat16"}, " --kv-cache-dtype fp8"),
+        ({"dtype": "float16", "kv_cache_dtype": "float16"}, " --dtype float16"),
+        ({"lm_head_dtype": "int8"}, " --lm-head-dtype int8"),
+    ):
+        assert f"`qinfer eval {folder} --against 'my source'{options}`" in refused(folder, **use)
+    certify(folder, settings={"against": "two\nlines"}, valid_days=0)
+    assert f"`qinfer eval {folder} --against REF`" in refused(folder)
+
+
+def refused(folder: Path, **use: Any) -> str:
     with pytest.raises(GateError) as caught:
-        require(folder)
+        require(folder, **use)
     line = str(caught.value)
     assert "\n" not in line
-    assert "mean KL too high" in line
-    assert f"`qinfer eval {folder} --against REF`" in line
-    assert "--allow-ungated" in line
+    assert line.endswith("or serve it all the same with --allow-ungated (allow_ungated=True)")
+    return line
 
 
 def test_ungated_is_served_where_allowed_and_the_log_says_so(
@@ -140,6 +198,31 @@ def test_a_riskier_kv_cache_is_not_covered(folder: Path, measured: str, served: 
             require(folder, kv_cache_dtype=served)
     with pytest.raises(UserError, match="unknown kv_cache_dtype 'int4'"):
         require(folder, kv_cache_dtype="int4", allow_ungated=True)
+
+
+@pytest.mark.parametrize(
+    ("measured", "served", "allowed"),
+    [
+        ("float32", "float16", False),  # overflows
+        ("float32", "bfloat16", False),
+        ("bfloat16", "float16", False),
+        ("float16", "bfloat16", False),
+        ("bfloat16", "float32", True),
+        ("float16", "float16", True),
+        (None, "bfloat16", False),
+        (None, "float32", True),
+    ],
+)
+def test_activations_in_another_dtype_are_not_covered(
+    folder: Path, measured: str | None, served: str, allowed: bool
+) -> None:
+    """Whatever the KV cache holds: here it is the safest one."""
+    certify(folder, settings={"dtype": measured, "kv_cache_dtype": "float32"})
+    if allowed:
+        assert require(folder, dtype=served, kv_cache_dtype="float32").state == "passed"
+    else:
+        with pytest.raises(GateError, match=f"activations in {measured} and does not cover {served}"):
+            require(folder, dtype=served, kv_cache_dtype="float32")
 
 
 def test_an_int8_head_needs_a_verdict_measured_with_one(folder: Path) -> None:

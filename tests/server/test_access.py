@@ -8,6 +8,7 @@ import pytest
 from qinfer import __version__
 from qinfer.errors import UserError
 from qinfer.evals.certificate import GateStatus
+from qinfer.server.exposition import GATE_STATES
 from qinfer.server.middleware import OPEN_PATHS
 from qinfer.server.options import ServerOptions
 from qinfer.testing import wait_until
@@ -71,7 +72,7 @@ def test_request_ids_are_echoed_or_made(served):
     assert answer.headers["x-request-id"] == "its"
 
 
-@pytest.mark.parametrize("state", ["dense", "passed", "ungated"])
+@pytest.mark.parametrize("state", GATE_STATES)
 def test_the_gate_is_told_everywhere(serve_scripted, state):
     with serve_scripted(gate=GateStatus(state, f"it is {state}")) as served:
         health = served.get("/health")
@@ -79,9 +80,7 @@ def test_the_gate_is_told_everywhere(serve_scripted, state):
         for answer in (health, served.post("/v1/completions", {"prompt": "a"}), served.get("/nothing")):
             assert answer.headers["x-qinfer-gate"] == state
         metrics = served.get("/metrics").text
-        values = {
-            s: f'qinfer_gate_state{{state="{s}"}} {float(s == state)}' for s in ("dense", "passed", "ungated")
-        }
+        values = {s: f'qinfer_gate_state{{state="{s}"}} {float(s == state)}' for s in GATE_STATES}
         assert all(line in metrics for line in values.values())
 
 
