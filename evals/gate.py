@@ -15,10 +15,13 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from qinfer.evals.blame import Blame
 from qinfer.evals.statistics import CONFIDENCE, Interval, finite
+
+if TYPE_CHECKING:
+    from qinfer.evals.offer import Offer
 
 MIN_WINDOWS = 8  # fewer clusters carry no interval worth a decision
 POWER = 0.80  # probability with which a measure's verdict is right where `Power` says so
@@ -104,9 +107,9 @@ class Measure(NamedTuple):
 class GateResult(NamedTuple):
     """The verdict, why, and what it rests on; `settings` say how to get the same numbers again.
 
-    `blame` says which part of a failed candidate did it, where parts could be told apart; `evidence` what was
-    measured task by task and what it cost (JSON-ready); `examples` what a person may want to see of it, which
-    is for reports and not for certificates.
+    `blame` says which part of a failed candidate did it, where parts could be told apart, `offer` what would
+    pass in its place; `evidence` what was measured task by task and what it cost (JSON-ready); `examples`
+    what a person may want to see of it, which is for reports and not for certificates.
     """
 
     verdict: Verdict
@@ -116,6 +119,7 @@ class GateResult(NamedTuple):
     blame: Blame | None = None
     evidence: Mapping[str, Any] = MappingProxyType({})
     examples: Mapping[str, Any] = MappingProxyType({})
+    offer: Offer | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the certificate says, but for the hashes of the files."""
@@ -128,13 +132,14 @@ class GateResult(NamedTuple):
             "evidence": dict(self.evidence),
             "settings": dict(self.settings),
             "blame": None if self.blame is None else self.blame.to_dict(),
+            "offer": None if self.offer is None else self.offer.to_dict(),
         }
 
     def to_text(self) -> str:
         """For a terminal: the verdict, its reasons, then what is reported only."""
         reported = [measure.to_text() for measure in self.measures if measure.verdict is None]
-        blame = [] if self.blame is None else [self.blame.line]
-        return "\n".join([str(self.verdict), *(f"  {line}" for line in (*self.reasons, *blame, *reported))])
+        after = [part.line for part in (self.blame, self.offer) if part is not None]
+        return "\n".join([str(self.verdict), *(f"  {line}" for line in (*self.reasons, *after, *reported))])
 
 
 def decide(

@@ -58,7 +58,11 @@ def markdown(document: Mapping[str, Any], examples: Mapping[str, Any] | None = N
         "passages they share. A measure passes when its whole interval does. True values as in the last "
         f"columns are found with a probability of {percent(document.get('power', 0.8))}.",
     ]
-    lines += [*_blame(document.get("blame")), *_tasks(document.get("evidence", {}))]
+    lines += [
+        *_blame(document.get("blame")),
+        *_offer(document.get("offer")),
+        *_tasks(document.get("evidence", {})),
+    ]
     lines += [*_examples(examples or {}), *_spent(document.get("evidence", {}))]
     lines += ["", "## Settings", "", "| | |", "|---|---|"]
     for name, value in document["settings"].items():
@@ -103,6 +107,10 @@ def _tasks(evidence: Mapping[str, Any]) -> list[str]:
 
 def _blame(blame: Mapping[str, Any] | None) -> list[str]:
     return ["", "## Where it comes from", "", blame["line"]] if blame else []
+
+
+def _offer(offer: Mapping[str, Any] | None) -> list[str]:
+    return ["", "## What would pass", "", offer["line"]] if offer else []
 
 
 def _examples(examples: Mapping[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from html import escape
 from typing import Any
 
 from qinfer.evals import plots
+from qinfer.evals.offer import MEAN_KL
 from qinfer.evals.words import HEADLINE, number, percent
 from qinfer.webpage import page, table
 
@@ -28,6 +29,7 @@ def report_page(document: Mapping[str, Any], examples: Mapping[str, Any]) -> str
         "<h2>Why</h2>",
         _list(document["reasons"]),
         _blame(document.get("blame")),
+        _offer(document.get("offer")),
         _measures(document),
         _tasks(document.get("evidence", {})),
         _regressions(examples.get("regressions", [])),
@@ -185,6 +187,18 @@ def _blame(blame: Mapping[str, Any] | None) -> str:
         "error of what each layer adds, for the source's own input.</figcaption></figure>"
         + table(("part", "relative error", "mean KL when it alone stands in the source"), suspects, (1, 2))
     )
+
+
+def _offer(offer: Mapping[str, Any] | None) -> str:
+    if not offer:
+        return ""
+    rows = []
+    for trial in offer["trials"]:
+        kl = next(measure for measure in trial["measures"] if measure["name"] == MEAN_KL)
+        said = [f"{number(kl['value'])}, {number(kl['low'])} to {number(kl['high'])}", number(kl["limit"])]
+        rows.append([escape(trial["name"]), *said, "passes" if trial["passes"] else "fails"])
+    header = ("tried", "mean KL", "limit", "")
+    return f"<h2>What would pass</h2><p>{escape(offer['line'])}.</p>{table(header, rows, (1, 2))}"
 
 
 def _spent(evidence: Mapping[str, Any]) -> str:

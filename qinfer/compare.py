@@ -35,6 +35,7 @@ from qinfer.evals.gate import GateResult, Verdict, decide
 from qinfer.evals.store import Store
 from qinfer.evals.tasks import Task, load_tasks
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
+from qinfer.offer import find_offer
 from qinfer.reading import OpenModel, Serving, name_of, read_text
 from qinfer.streams import Streams
 from qinfer.tokenizer import Tokenizer
@@ -190,12 +191,13 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
         else profile.num_tokens,
         unsettled=found.open,
     )
+    failed = verdict is Verdict.FAIL
     return GateResult(
         verdict,
         tuple(reasons),
         found.measures + floor,
         settings,
-        find_blame(comparison, ids) if verdict is Verdict.FAIL else None,
+        find_blame(comparison, ids) if failed else None,
         {
             "tasks": [result.to_dict() for result in streams.results()],
             "spent": [one._asdict() for one in found.spent],
@@ -207,6 +209,7 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
             ),
             "kl_quantiles": kl_quantiles(streams.text.scores),
         },
+        find_offer(comparison, ids) if failed and candidate.checkpoint.is_quantized else None,
     )
 
 
