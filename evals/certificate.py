@@ -217,6 +217,8 @@ def _expiry(settings: Mapping[str, Any], now: datetime, valid_days: int | None) 
         f"a KV cache riskier than {settings['kv_cache_dtype']}",
         "another tokenizer or chat template than the folder's",
     ]
+    if (dtype := settings.get("dtype")) is not None:
+        rules.insert(1, f"activations in another dtype than {dtype}, float32 excepted")
     if settings.get("lm_head_dtype", "auto") == "auto":
         rules.append("an lm_head quantized while loading")
     if version is not None:

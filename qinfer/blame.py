@@ -6,7 +6,8 @@ the ends (embedding and head, one part where they are tied), are then tried alon
 what they made through the source's own layers. All of it runs through the same ops as serving, with plain
 causal attention instead of pages.
 
-Takes a residual stream in one basis for both models: whoever rotates it has to rotate it back first.
+Where the candidate keeps its stream in another basis (`quantize --rotate`) it is given the source's turned
+there, and what it makes is turned back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.backend import model_device
+from qinfer.basis import turn_between
 from qinfer.evals import fidelity
 from qinfer.evals.blame import Blame, Part, suspects_of
 from qinfer.model.causal import CausalAttention
@@ -53,6 +55,7 @@ class _Trial:
         length = min(LENGTH, *(len(window) for window in windows[:WINDOWS]))
         heads = [window[:length] for window in windows[:WINDOWS]]
         self.source, self.candidate = source, candidate
+        self.turn = turn_between(source, candidate)
         self.ids = torch.tensor(heads, device=source.device).flatten()
         self.positions = torch.arange(length, device=source.device).repeat(len(heads))
         self.attend = CausalAttention(len(heads))
@@ -64,22 +67,34 @@ class _Trial:
         stream, whole, errors = start, moved_start, []
         outputs: list[Tensor] = []  # what the candidate's layer makes of the source's stream
         for i in range(len(source.layers)):
-            outputs.append(self._through(candidate, i, stream))
+            outputs.append(self._back(self._through(candidate, i, self._there(stream))))
             whole = self._through(candidate, i, whole)
             before, stream = stream, self._through(source, i, stream)
             errors.append(_distance(outputs[-1].to(stream.dtype) - before, stream - before))
         shares = {i: self._kl(stream, source, self._onwards(outputs[i], i)) for i in suspects_of(errors)}
         layers = [Part(f"layer {i}", error, shares.get(i)) for i, error in enumerate(errors)]
+        moved_start = self._back(moved_start)
         moved = self._onwards(moved_start, -1)
         total = self._kl(stream, candidate, whole)
         embedding_error = _distance(moved_start.to(start.dtype), start)
-        if source.config.tie_word_embeddings:  # one matrix at both ends
-            both = Part("embedding and head", embedding_error, self._kl(stream, candidate, moved))
+        if candidate.config.tie_word_embeddings:  # one matrix at both ends
+            both = Part(
+                "embedding and head", embedding_error, self._kl(stream, candidate, self._there(moved))
+            )
             return Blame((both, *layers), total, len(self.ids))
-        head_error = _distance(*(self._logits_of(model, stream[:_ROWS]) for model in (candidate, source)))
+        few = stream[:_ROWS]
+        head_error = _distance(self._logits_of(candidate, self._there(few)), self._logits_of(source, few))
         embedding = Part("embedding", embedding_error, self._kl(stream, source, moved))
-        head = Part("head", head_error, self._kl(stream, candidate, stream))
+        head = Part("head", head_error, self._kl(stream, candidate, self._there(stream)))
         return Blame((embedding, *layers, head), total, len(self.ids))
+
+    def _there(self, hidden: Tensor) -> Tensor:
+        """The source's stream in the candidate's basis."""
+        return hidden if self.turn is None else (hidden.float() @ self.turn).to(hidden.dtype)
+
+    def _back(self, hidden: Tensor) -> Tensor:
+        """The candidate's stream in the source's basis."""
+        return hidden if self.turn is None else hidden.float() @ self.turn.T
 
     def _through(self, model: Decoder, index: int, hidden: Tensor) -> Tensor:
         rope = model.rope(self.positions)

@@ -36,6 +36,13 @@ def quantized(source: Path) -> Path:
     return out
 
 
+@pytest.fixture(scope="module")
+def rotated(source: Path) -> Path:
+    out = source.parent / "rotated"
+    jobs.quantize(str(source), out, scheme="w8a16-int8", rotate=True, gate=False, progress=False)
+    return out
+
+
 def blame(candidate: Path, source: Path, **serving: str) -> Blame:
     ours, theirs = open_model(str(candidate)), open_model(str(source))
     served = Serving.settle("float32", "auto", ours.checkpoint, **serving)
@@ -92,6 +99,25 @@ def test_a_sound_candidate_has_no_culprit(source: Path, quantized: Path) -> None
     same = blame(source, source)
     assert (same.total, {part.error for part in same.parts}) == (0.0, {0.0})
     assert same.culprit is None
+
+
+def test_a_rotated_candidate_is_compared_in_the_sources_basis(source: Path, rotated: Path) -> None:
+    found = blame(rotated, source)
+    assert all(part.error < 0.05 for part in found.parts), found.parts
+    assert found.total < 0.01
+    # a rotation unties the head of a model that has one matrix for both ends, where it can be turned at all
+    config = open_model(str(rotated)).checkpoint.config
+    assert (found.parts[0].name == "embedding") == (not config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("part", ["layers.3.mlp.down_proj.weight_scale", "embed_tokens.weight"])
+def test_what_is_damaged_in_a_rotated_candidate_is_found(
+    source: Path, rotated: Path, tmp_path: Path, part: str
+) -> None:
+    """A shuffled embedding shows no basis any more; the head does."""
+    found = blame(changed(rotated, tmp_path, part), source)
+    assert found.culprit is not None, found
+    assert found.culprit.name == ("layer 3" if "layers" in part else ends(rotated)[0])
 
 
 def test_a_failed_verdict_names_the_layer(source: Path, quantized: Path, tmp_path: Path) -> None:
