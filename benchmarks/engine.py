@@ -14,8 +14,9 @@ Weights are random (`load_format="dummy"`). Groups:
 
 Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
 process of its own, so that one that fails does not take the others along, and on an empty GPU. With
---together all are made ready at once, which saves most of the time, each with no more pages than it needs,
-and then measured one after the other. What is in --out already stays there unless it is measured again.
+--together all are made ready at once, which saves most of the time, each with its budget or else with no more
+pages than it needs, and then measured one after the other. What is in --out already stays there unless it
+is measured again.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ def settings() -> list[Setting]:
 
 
 def ready(setting: Setting, *, together: bool) -> Bench:
-    """The engine of a setting; beside others it takes pages for its sequences alone."""
+    """The engine of a setting; beside others one without a budget takes pages for its sequences alone."""
     keywords: dict[str, Any] = {"load_format": "dummy", "scheme": setting.scheme, **LIMITS}
     keywords |= {"kv_cache_dtype": setting.kv_cache_dtype, "max_num_seqs": setting.max_num_seqs}
-    if together:
-        keywords["num_kv_blocks"] = setting.max_num_seqs * (512 + 256) // 64 + 8
-    elif setting.memory:
+    if setting.memory:
         keywords["memory"] = setting.memory
+    elif together:
+        keywords["num_kv_blocks"] = setting.max_num_seqs * (512 + 256) // 64 + 8
     return load(str(MODEL), keywords)
 
 
@@ -139,13 +140,15 @@ def row(label: str, document: dict[str, Any] | None) -> str:
     """One line of the table."""
     if document is None:
         return f"{label:<42}failed"
-    one = document.get("one")
+    one, ledger = document.get("one"), document["ledger"]
+    planned = ledger["planned"] or ledger
     return (
         f"{label:<42}{document['output_tokens_per_second']:>9,.0f}"
         f"{document['roofline_fraction']:>6.0%}"
         f"{one['output_tokens_per_second'] if one else 0:>9,.0f}"
         f"{one['roofline_fraction'] if one else 0:>6.0%}"
-        f"{document['ledger']['tokens']:>11,}"
+        f"{ledger['tokens']:>11,}"
+        f"{ledger['tokens'] / planned['tokens'] - 1:>+7.1%}"
         f"{document['batch_occupancy']['mean_running']:>8.1f}"
         f"{document['step_ms']['p50']:>9.2f}"
         f"{document['load_seconds']:>7.1f}"
@@ -179,7 +182,7 @@ def main() -> None:
             if arguments.out:  # at once: somebody may stop it
                 kept = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
                 arguments.out.write_text(json.dumps(kept | found, indent=1) + "\n")
-    head = f"{'':<42}{'tok/s':>9}{'roof':>6}{'one':>9}{'roof':>6}{'KV tokens':>11}{'running':>8}"
+    head = f"{'':<42}{'tok/s':>9}{'roof':>6}{'one':>9}{'roof':>6}{'KV tokens':>11}{'plan':>7}{'running':>8}"
     print(f"\n{head}{'step ms':>9}{'load':>7}")
     print("\n".join(row(label, document) for label, document in found.items()))
     if not arguments.out:

@@ -42,6 +42,7 @@ from qinfer.kernels.tiles import Declined, tile
 from qinfer.kernels.warps_triton import descriptor_type
 from qinfer.kernels.write_kv_triton import kind_of
 
+OPTIONS = ("num_warps", "num_stages", "launch_pdl")  # of a launch, not of a kernel
 MAX_GROUP = 16  # query heads of a KV head: the rows of one tensor core tile
 
 
@@ -169,7 +170,7 @@ def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: s
         "i32": ("q_stride", "table_stride", "wide_stride", "num_kv_heads", "num_seqs", "num_rows", "window"),
         "fp32": ("qk_scale", "v_scale", "softcap"),
     }
-    options = {key: constants[key] for key in ("num_warps", "num_stages") if key in constants}
+    options = {key: constants[key] for key in OPTIONS if key in constants}
     fixed = {key: value for key, value in constants.items() if key not in options}
     if shape.kind != INT8.value:
         fixed |= {name: None for name in ("k_scales", "v_scales") if name in kernel.arg_names}

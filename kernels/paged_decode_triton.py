@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from qinfer.kernels.kv_unpack_triton import INT8, PLAIN, unpack_pairs
 from qinfer.kernels.paged_plan_triton import ITEM
@@ -64,7 +65,11 @@ def decode_kernel(
     CAP: tl.constexpr,
     ASM: tl.constexpr,
     MERGE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * ITEM

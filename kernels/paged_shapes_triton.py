@@ -107,6 +107,8 @@ def decode_constants(entry: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
         "CAP": shape.capped,
         "ASM": not INTERPRETED,
         "MERGE": max(1, 32 // rows),
+        "EARLY": not INTERPRETED,
+        "launch_pdl": not INTERPRETED,
         **entry,
         "TILE": min(entry["TILE"], 32) if spills else entry["TILE"],
     }

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.kv_store_triton import int8_step, stored
@@ -22,6 +23,7 @@ from qinfer.kernels.kv_unpack_triton import INT8
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.paged_shapes_triton import machine_of
 from qinfer.kernels.qkv_post import HeadNorms
+from qinfer.kernels.rows_triton import launch
 from qinfer.kernels.tiles import Declined, tile
 from qinfer.kernels.write_kv_triton import kind_of, slot_rows
 
@@ -33,7 +35,8 @@ MAX_HEADS = 8  # of a program
 
 def formula(num_tokens: int, _: int, __: int) -> Mapping[str, int]:
     """Rows per program, few while the tokens hardly fill the GPU."""
-    return {"ROWS": 4, "num_warps": 1} if num_tokens <= 256 else {"ROWS": 16, "num_warps": 4}
+    few = num_tokens <= 256
+    return {"ROWS": 4 if few else 16, "num_warps": 1 if few else 4, "EARLY": 1}
 
 
 def qkv_post(
@@ -60,7 +63,7 @@ def qkv_post(
     q = torch.empty(num_tokens, num_q_heads, dim, dtype=dtype or qkv.dtype, device=qkv.device)
     half = (dim if rotation is None else rotation[0].shape[-1]) // 2
     rest = dim - 2 * half
-    entry = dict(tile("qkv_post", machine_of(qkv.device).key, formula, num_tokens))
+    entry = launch(tile("qkv_post", machine_of(qkv.device).key, formula, num_tokens))
     num_rows = entry.pop("ROWS")
     heads = min(num_rows, gcd(num_q_heads, num_kv_heads, MAX_HEADS))
     _kernel[(num_heads // heads, triton.cdiv(num_tokens, num_rows // heads))](
@@ -122,8 +125,8 @@ def offline_variants() -> Iterator[Variant]:
             optional |= dict.fromkeys(("k_scales", "v_scales"), "*fp32" if kind == INT8.value else None)
             signature |= {name: of for name, of in optional.items() if of is not None}
             absent = {name: None for name, of in optional.items() if of is None}
-            options = dict(tile("qkv_post", "nvidia-h200", formula, 4096))
-            fixed = {**constants, **absent, "ROWS": options.pop("ROWS")}
+            options = launch(tile("qkv_post", "nvidia-h200", formula, 4096))
+            fixed = {**constants, **absent, **{name: options.pop(name) for name in ("ROWS", "EARLY")}}
             yield Variant(f"qkv_post {element} {full}", _kernel, signature, fixed, options, ("token_stride",))
 
 
@@ -189,6 +192,7 @@ def _kernel(
     ROPE: tl.constexpr,
     HEADS: tl.constexpr,  # of a program, and of one kind
     ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)
     first_head = tl.program_id(0) * HEADS
@@ -200,6 +204,9 @@ def _kernel(
     mask = real[:, None] & (lane < HALF)[None, :]
     rest_lane = tl.arange(0, REST_LANES)
     rest_mask = real[:, None] & (rest_lane < REST)[None, :]
+    if EARLY:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
     row_at = token * token_stride + head * DIM
     left = _piece(qkv, bias, row_at, head, mask, part_stride, 0, HALF_LANES, DIM, PARTS, BIAS)

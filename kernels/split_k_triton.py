@@ -9,7 +9,8 @@ multiprocessor, which took longer than this launch (28.6 us against 24.0, H200, 
 The launch costs little because of programmatic dependent launch, which a table's EARLY asks for. The next
 kernel may start once all programs of this one have called `gdc_launch_dependents`, at their start (EARLY 1)
 or after their last multiplication (EARLY 2, where tiles fill the GPU: programs that come too early would
-crowd on few multiprocessors); and it waits in `gdc_wait` before it reads what another kernel writes.
+crowd on few multiprocessors); and it waits in `gdc_wait` before it reads what another kernel writes. Its
+weight nobody writes: while it waits, some of that already comes from the memory to the L2 cache (AHEAD).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from qinfer.kernels.pieces_triton import fetch_ahead
 from qinfer.kernels.tiles import Declined, Tile
 
 
@@ -74,6 +76,14 @@ def add_parts(
     tl.store(out + spot, y.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def fetch_panels(panels, first, last, count, N, col, BN: tl.constexpr):
+    """Asks the L2 cache for rows col .. col + BN of `count` panels [N, 128] of bytes from `first` on."""
+    size = tl.minimum(N - col, BN) * 128
+    for panel in range(first, tl.minimum(first + count, last)):
+        fetch_ahead(panels + (tl.cast(panel, tl.int64) * N + col) * 128, size)
+
+
 def splits_of(tiles: int, steps: int) -> int:
     """How often to cut K into shares of at least four steps, so that the programs fill a GPU of 132 twice."""
     return max(1, min(8, 264 // tiles, steps // 4))
@@ -87,6 +97,7 @@ def launch_options(entry: Tile, bias: Tensor | None, on_gpu: bool, **more: Any) 
 
 def same_code(entry: Tile) -> Tile:
     """One entry for all whose code differs by a number only."""
+    entry = {name: value for name, value in entry.items() if name != "AHEAD"}
     return {**entry, "SPLITS": min(entry["SPLITS"], 2)} if "SPLITS" in entry else entry
 
 

@@ -22,7 +22,7 @@ from qinfer.kernels.offline import Variant
 from qinfer.kernels.panels import WIDTH
 from qinfer.kernels.rows_triton import codes as codes_of
 from qinfer.kernels.rows_triton import row_scale
-from qinfer.kernels.split_k_triton import splits_of
+from qinfer.kernels.split_k_triton import fetch_panels, splits_of
 from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w8a8_block_warps_triton import blocks_by_warps
 from qinfer.kernels.w8a8_launch_triton import Product
@@ -88,21 +88,22 @@ def _scales(x_scale, w_scale, rows, M, group, stride_t, stride_g):
     )
 
 
-@triton.jit(do_not_specialize=["M"])
-def block_product(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, stride_g, BM: tl.constexpr,
-                  BN: tl.constexpr, SWAP: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
-                  EARLY: tl.constexpr):  # fmt: skip
+@triton.jit(do_not_specialize=["M", "AHEAD"])
+def block_product(x, w, panels, x_scale, w_scale, bias, out, M, N, K, stride_t, stride_g, AHEAD,
+                  BM: tl.constexpr, BN: tl.constexpr, SWAP: tl.constexpr, SPLITS: tl.constexpr,
+                  BIAS: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """As `product` of w8a8_triton.py, BK = 128; x_scale [M, K / 128] by its strides, w_scale row-major."""
     num_m = tl.cdiv(M, BM)
     groups = tl.cdiv(K, 128)
     row = tl.program_id(0) % num_m * BM
     col = tl.program_id(0) // num_m * BN
+    first = tl.program_id(1) * groups // SPLITS
+    last = (tl.program_id(1) + 1) * groups // SPLITS
     if EARLY:
         if EARLY == 1:
             cuda.gdc_launch_dependents()
+        fetch_panels(panels, first, last, AHEAD, N, col, BN)
         cuda.gdc_wait()
-    first = tl.program_id(1) * groups // SPLITS
-    last = (tl.program_id(1) + 1) * groups // SPLITS
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
     w_scale += col // 128 * groups

@@ -91,15 +91,18 @@ class Product:
         lead = [splits] if splits > 1 else []
         out = torch.empty(*lead, m, n, device=codes.device, dtype=torch.float32 if lead else dtype)
         tiles = triton.cdiv(m, entry["BM"]) * triton.cdiv(n, entry["BN"])
-        target, describe = out, TensorDescriptor.from_tensor
-        launch = self.by_tile[tiles, splits]
-        if "STAGES" in entry:
-            target, describe = out if lead else descriptor(out, [entry["BM"] // 2, PIECE.value]), descriptor
-            launch = self.by_warp[(min(tiles * splits, num_multiprocessors(codes.device)),)]
-        x, w = describe(codes, [entry["BM"], WIDTH]), describe(weight.view(-1, WIDTH), [entry["BN"], WIDTH])
         scales = (scale, weight_scale, weight_scale if bias is None else bias)
         options = launch_options(entry, bias, codes.is_cuda)
-        launch(x, w, *scales, target, m, n, k, *self.strides(scale), **options)
+        blocks = [entry["BM"], WIDTH], [entry["BN"], WIDTH]
+        if "STAGES" in entry:
+            x, w = map(descriptor, (codes, weight.view(-1, WIDTH)), blocks)
+            target = out if lead else descriptor(out, [entry["BM"] // 2, PIECE.value])
+            grid = (min(tiles * splits, num_multiprocessors(codes.device)),)
+            self.by_warp[grid](x, w, *scales, target, m, n, k, *self.strides(scale), **options)
+        else:
+            x, w = map(TensorDescriptor.from_tensor, (codes, weight.view(-1, WIDTH)), blocks)
+            given = (x, w, weight, *scales, out, m, n, k, *self.strides(scale))
+            self.by_tile[tiles, splits](*given, **{"AHEAD": 0, **options})
         return sum_of_parts(out, bias, dtype, entry["EARLY"] > 0) if lead and not in_parts else out
 
     def variants(self, *ops: str) -> Iterator[Variant]:
@@ -116,9 +119,10 @@ class Product:
     def _variant(self, op: str, entry: dict[str, Any]) -> Variant:
         by_warp = "STAGES" in entry
         kernel = self.by_warp if by_warp else self.by_tile
-        types = dict.fromkeys(("M", "N", "K", "stride_g"), "i32")
+        types = dict.fromkeys(("M", "N", "K", "stride_g", "AHEAD"), "i32")
         types |= dict.fromkeys(("x_scale", "w_scale", "bias"), "*fp32")
         element = "i8" if op == "w8a8_int8" else "fp8e4nv"
+        types["panels"] = f"*{element}"
         for name, rows in (("x", entry["BM"]), ("w", entry["BN"])):
             block = [rows, WIDTH]
             types[name] = descriptor_type(element, block) if by_warp else f"tensordesc<{element}{block}>"

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.split_k_triton import splits_of
+from qinfer.kernels.split_k_triton import fetch_panels, splits_of
 from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w8a8_launch_triton import Product
 from qinfer.kernels.w8a8_warps_triton import by_warps
@@ -35,12 +35,13 @@ def formula(m: int, n: int, k: int) -> Tile:
     return {**shape, "num_warps": 4, "num_stages": 4}
 
 
-@triton.jit(do_not_specialize=["M"])
-def product(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: tl.constexpr, BN: tl.constexpr,
-            BK: tl.constexpr, SWAP: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "AHEAD"])
+def product(x, w, panels, x_scale, w_scale, bias, out, M, N, K, stride_t, AHEAD, BM: tl.constexpr,
+            BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr,
             EARLY: tl.constexpr):  # fmt: skip
     """x [M, K] in blocks of [BM, 128], w [ceil(K / 128) * N, 128] in blocks of [BN, 128]: descriptors.
 
+    panels: the weight again, of which a program asks the L2 cache for AHEAD panels before it waits for x.
     Grid (tiles, SPLITS). SPLITS > 1: out is float32 [SPLITS, M, N] and gets no bias. SWAP: the weight is the
     tensor cores' first operand, which has 64 rows at least, so that few tokens need not be padded to as many.
     """
@@ -49,12 +50,16 @@ def product(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: tl.constex
     steps = tl.cdiv(K, BK)
     row = tl.program_id(0) % num_m * BM
     col = tl.program_id(0) // num_m * BN
+    first = tl.program_id(1) * steps // SPLITS
+    last = (tl.program_id(1) + 1) * steps // SPLITS
     if EARLY:
         if EARLY == 1:
             cuda.gdc_launch_dependents()
+        fetch_panels(panels, first * (BK // 128), tl.minimum(last * (BK // 128), tl.cdiv(K, 128)), AHEAD, N,
+                     col, BN)  # fmt: skip
         cuda.gdc_wait()
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), ACC)
-    for step in range(tl.program_id(1) * steps // SPLITS, (tl.program_id(1) + 1) * steps // SPLITS):
+    for step in range(first, last):
         for i in tl.static_range(BK // 128):
             panel = step * (BK // 128) + i
             a = x.load([row, panel * 128])
