@@ -1,9 +1,13 @@
 """Peak memory and time of a quantize run against what `--dry-run` plans, on random weights of any shape.
 
     python benchmarks/quantize_memory.py --shape 70b --layers 2 --scheme awq --tokens 2048
+    python benchmarks/quantize_memory.py --shape 8b --layers 6 --scheme gptq --tokens 32768 \\
+        --device cuda --out results.json
 
-Each run is a process of its own, whose peak the system tells. The weights are made as they are asked for, so
-no file is needed; what is written goes to a temporary folder.
+A run is a process of its own, whose peak the system tells; a GPU's is what torch took of it and, with the
+context and libraries, what the driver counts. The weights are made as they are asked for, so no file is
+needed; what is written goes to a temporary folder. All layers of the shape are extrapolated:
+the median of the layers after the first, for each, and once what a run does beside its layers.
 """
 
 from __future__ import annotations
@@ -12,30 +16,34 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from qinfer.calibrate import pipeline
+from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.data import CalibrationData
-from qinfer.calibrate.needs import Work, disk, memory
+from qinfer.calibrate.job import chosen_device, device_name
 from qinfer.calibrate.pace import effort, measured_pace
 from qinfer.calibrate.recipe import settle
-from qinfer.checkpoint.dummy import open_dummy
+from qinfer.checkpoint.checkpoint import CPU
+from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
+from qinfer.env import cpu_name
 
-SHAPES = {  # hidden, intermediate, heads, key heads, vocabulary
-    "135m": (576, 1536, 9, 3, 49152),
-    "1b": (2048, 8192, 32, 8, 128256),
-    "8b": (4096, 14336, 32, 8, 128256),
-    "70b": (8192, 28672, 64, 8, 128256),
+SHAPES = {  # hidden, intermediate, heads, key heads, vocabulary, layers
+    "135m": (576, 1536, 9, 3, 49152, 30),
+    "1b": (2048, 8192, 32, 8, 128256, 16),
+    "8b": (4096, 14336, 32, 8, 128256, 32),
+    "70b": (8192, 28672, 64, 8, 128256, 80),
 }
 
 
 def config(shape: str, layers: int) -> dict[str, object]:
     """A Llama of this shape."""
-    hidden, inner, heads, key_heads, vocabulary = SHAPES[shape]
+    hidden, inner, heads, key_heads, vocabulary, _ = SHAPES[shape]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -54,8 +62,21 @@ def config(shape: str, layers: int) -> dict[str, object]:
     }
 
 
+class _Made(DummyCheckpoint):
+    """Makes what is asked for on the CPU on the run's device: a GPU is a hundred times faster at it."""
+
+    @classmethod
+    def on(cls, device: torch.device, dummy: DummyCheckpoint) -> _Made:
+        made = cls(dummy.path, dummy.raw_config, dummy.quantization)
+        made.maker = device
+        return made
+
+    def tensor(self, name: str, device: torch.device = CPU) -> torch.Tensor:
+        return super().tensor(name, self.maker).to(device)
+
+
 def main() -> None:
-    """Plans, runs, prints both."""
+    """Plans, runs, prints both, and the JSON document last."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="1b")
     parser.add_argument("--layers", type=int, default=2)
@@ -63,42 +84,76 @@ def main() -> None:
     parser.add_argument("--method")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, help="append the result to this JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "source"
-        source.mkdir()
-        (source / "config.json").write_text(json.dumps(config(arguments.shape, arguments.layers)))
-        checkpoint = open_dummy(source)
-        recipe = settle(checkpoint.config, arguments.scheme, arguments.method)
-        data = _text(arguments.tokens, arguments.length) if recipe.needs_text else None
-        job = pipeline.QuantizeJob(checkpoint, Path(folder) / "out", recipe, data)
-        tokens = arguments.tokens if recipe.needs_text else 0
-        work = Work(
-            checkpoint.config,
-            recipe,
-            tokens,
-            arguments.length,
-            pipeline.SEARCH_TOKENS,
-            job.activations.itemsize,
-        )
-        effort_of_layer, pace = effort(work), measured_pace(job.activations)
-        before, cpu, start = _peak(), time.process_time(), time.perf_counter()
-        pipeline.run(job, progress=False)
-        took = time.process_time() - cpu
-        written = sum(file.stat().st_size for file in (Path(folder) / "out").iterdir())
-        _show("memory beside the process, MiB", memory(work), 2**20, (_peak() - before) / 2**20)
-        _show("disk, MiB", disk(work), 2**20, written / 2**20)
-        counted = zip(pace._fields, effort_of_layer, pace, strict=True)
-        terms = {name: count / speed for name, count, speed in counted}
-        _show(f"seconds of a layer, {pace}", terms, 1, took / arguments.layers)
+        result = measure(arguments, Path(folder))
+    print(json.dumps(result))
+    if arguments.out is not None:
+        rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+        arguments.out.write_text(json.dumps([*rows, result], indent=1) + "\n")
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run, with what was planned of it."""
+    source = folder / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config(arguments.shape, arguments.layers)))
+    device = chosen_device(arguments.device)
+    checkpoint = _Made.on(device, open_dummy(source))
+    recipe = settle(checkpoint.config, arguments.scheme, arguments.method)
+    data = _text(arguments.tokens, arguments.length) if recipe.needs_text else None
+    job = pipeline.QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
+    pace, work = measured_pace(job.activations, device), job.work
+    gpu_before = _gpu_used(device)
+    before, cpu, start = _peak(), time.process_time(), time.perf_counter()
+    report = pipeline.run(job, progress=False)
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    written = sum(file.stat().st_size for file in (folder / "out").iterdir())
+    result = {
+        "shape": arguments.shape,
+        "recipe": f"{recipe.scheme.label} {recipe.method}",
+        "tokens": work.tokens,
+        "device": device_name(device) if work.on_gpu else cpu_name(),
+        "layers": arguments.layers,
+        "torch": torch.__version__,
+    }
+    print(result)
+    print(f"pace {pace}, {os.cpu_count()} cores")
+    result["memory"] = _show("memory beside the process", needs.memory(work), _peak() - before)
+    result["disk"] = _show("disk", needs.disk(work), written)
+    if work.on_gpu:
+        planned = needs.gpu_memory(work)
+        result["gpu_memory"] = _show("GPU memory", planned, torch.cuda.max_memory_allocated(device))
+        result["gpu_reserved"] = torch.cuda.max_memory_reserved(device)
+        result["gpu_process"] = gpu_before
         print(
-            f"wall {(time.perf_counter() - start) / arguments.layers:.1f} s a layer, {os.cpu_count()} cores"
+            f"GPU: {result['gpu_reserved'] / 2**20:.0f} MiB taken by torch, {gpu_before / 2**20:.0f} before"
         )
+    counted = zip(pace._fields, effort(work), pace, strict=True)
+    terms = {name: count / speed for name, count, speed in counted}
+    seconds = [layer.seconds for layer in report.layers]
+    per_layer = statistics.median(seconds[1:] or seconds)
+    print("layers " + " ".join(f"{x:.2f}" for x in seconds) + f" s; wall {wall:.1f} s, processor {cpu:.1f} s")
+    named = ", ".join(f"{name} {x:.2f}" for name, x in terms.items())
+    print(f"a layer: planned {sum(terms.values()):.2f} s ({named}), measured {wall / arguments.layers:.2f}")
+    whole = SHAPES[arguments.shape][-1]
+    beside = wall - sum(seconds)
+    # what is written, journal and shards, grows with the layers; the ends do not: counted with the layers
+    estimate = whole * (per_layer + beside / arguments.layers)
+    print(f"{whole} layers: at most {estimate:.0f} s ({beside:.1f} s beside the layers of this run)")
+    return result | {
+        "seconds": {"layers": seconds, "wall": wall, "processor": cpu, "planned": sum(terms.values())},
+        "whole": {"layers": whole, "seconds": estimate},
+    }
 
 
-def _show(what: str, planned: dict[str, float], unit: float, measured: float) -> None:
-    terms = ", ".join(f"{name} {size / unit:.1f}" for name, size in planned.items())
-    print(f"{what}: planned {sum(planned.values()) / unit:.1f} ({terms}), measured {measured:.1f}")
+def _show(what: str, planned: dict[str, int], measured: int) -> dict[str, int]:
+    terms = ", ".join(f"{name} {size / 2**20:.0f}" for name, size in planned.items())
+    total = sum(planned.values())
+    print(f"{what}, MiB: planned {total / 2**20:.0f} ({terms}), measured {measured / 2**20:.0f}")
+    return {"planned": total, "measured": measured}
 
 
 def _text(tokens: int, length: int) -> CalibrationData:
@@ -109,6 +164,16 @@ def _text(tokens: int, length: int) -> CalibrationData:
 
 def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _gpu_used(device: torch.device) -> int:
+    """What the process takes of the GPU before the run, alone on it."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 The layer is the model's own (`qinfer.model`), with plain causal attention over sequences of equal length;
 sequences of different lengths go into different batches, so nothing is ever padded. Hidden states replace
-one another from layer to layer, and only one layer's weights are in memory.
+one another from layer to layer, each waiting where rest.py says, and only one layer's weights are in memory.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from qinfer.calibrate.health import check_finite
 from qinfer.calibrate.mappings import Block
 from qinfer.calibrate.observe import LayerTap
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.calibrate.rest import Rest, Slot
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_modules, layer_prefix, layer_tensors
 from qinfer.config import ModelConfig
 from qinfer.model.causal import CausalAttention
@@ -34,10 +36,20 @@ MAX_BATCH_TOKENS = 4096
 class Batch:
     """`num_sequences` sequences of one length: their residual stream [B*T, H], replaced layer by layer."""
 
-    hidden: Tensor
+    slot: Slot  # where the stream waits
     num_sequences: int
     rope: Rope
     keep: bool  # whether the searches run on it; statistics come from all batches
+    rest: Rest
+
+    @property
+    def hidden(self) -> Tensor:
+        """The residual stream, on the device."""
+        return self.slot.get()
+
+    @hidden.setter
+    def hidden(self, hidden: Tensor) -> None:
+        self.slot.put(hidden)
 
     @property
     def attend(self) -> CausalAttention:
@@ -45,12 +57,12 @@ class Batch:
         return CausalAttention(self.num_sequences)
 
 
-def load_block(checkpoint: Checkpoint, index: int) -> Block:
+def load_block(checkpoint: Checkpoint, index: int, device: torch.device = CPU) -> Block:
     """Reads one layer's tensors as float32, by relative name; CheckpointError for one missing or NaN."""
     prefix = layer_prefix(checkpoint.config, index)
     block = {}
     for name in layer_tensors(checkpoint.config, index):
-        tensor = checkpoint.tensor(name).float()
+        tensor = checkpoint.tensor(name, device).float()
         check_finite(name, tensor)
         block[name.removeprefix(prefix)] = tensor
     return block
@@ -91,15 +103,26 @@ def embed_batches(
     search_tokens: int,
     device: torch.device,
     dtype: torch.dtype,
+    folder: Path | None = None,
 ) -> list[Batch]:
-    """Embeds every sequence; about `search_tokens` tokens of them, spread evenly, are marked to be kept."""
-    stem = _stem(checkpoint, device, dtype)
-    kept = _spread(sequences, search_tokens)
-    batches = []
-    for keep, ids in _equal_lengths(sequences, kept):
-        positions = torch.arange(len(ids[0]), device=device).repeat(len(ids))
-        hidden = stem.embed(torch.tensor(ids, device=device).flatten())
-        batches.append(Batch(hidden, len(ids), stem.rope(positions), keep))
+    """Embeds every sequence; about `search_tokens` tokens of them, spread evenly, are marked to be kept.
+
+    With a `folder` the streams wait in files there. The embedding, large and needed once, stays on the CPU.
+    """
+    rest = Rest(device, folder)
+    config = checkpoint.config
+    embedding = checkpoint.tensor(f"{config.tensor_prefix}embed_tokens.weight").to(dtype)
+    stem = _stem(config, embedding)
+    turns = _stem(config, embedding[:1].to(device))
+    ropes: dict[tuple[int, int], Rope] = {}
+    batches: list[Batch] = []
+    for keep, ids in _equal_lengths(sequences, _spread(sequences, search_tokens)):
+        shape = len(ids), len(ids[0])
+        if shape not in ropes:
+            ropes[shape] = turns.rope(torch.arange(shape[1], device=device).repeat(shape[0]))
+        slot = rest.slot(f"{len(batches):05d}")
+        slot.put(stem.embed(torch.tensor(ids).flatten()))
+        batches.append(Batch(slot, len(ids), ropes[shape], keep, rest))
     return batches
 
 
@@ -112,10 +135,8 @@ def observe(layer: Layer, batches: Sequence[Batch]) -> LayerTap:
     return tap
 
 
-def _stem(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """A decoder without layers: it embeds and makes rotations."""
-    config = checkpoint.config
-    embedding = checkpoint.tensor(f"{config.tensor_prefix}embed_tokens.weight").to(device, dtype)
+def _stem(config: ModelConfig, embedding: Tensor) -> Decoder:
+    """A decoder without layers: it embeds, and makes rotations on the embedding's device."""
     return Decoder(config, embedding, [], torch.ones(config.hidden_size), make_head(embedding))
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qinfer.calibrate import pipeline
-from qinfer.calibrate.job import fast_dtype
+import torch
+
+from qinfer.calibrate import mixed_run, pipeline
+from qinfer.calibrate.job import chosen_device, device_name, fast_dtype
 from qinfer.calibrate.journal import finished_layers
-from qinfer.calibrate.needs import Work, disk, memory
+from qinfer.calibrate.needs import Work, disk, gpu_memory, memory, spills
 from qinfer.calibrate.pace import effort, measured_pace
 from qinfer.calibrate.recipe import settle
+from qinfer.calibrate.selftext import GPU_SHARE
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.writer import check_out, partial_folder
 from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
 from qinfer.errors import UserError
+
+_GPU_PROCESS = 600 << 20  # bytes of a GPU that a process takes for its context and its kernels
 
 
 @dataclass(frozen=True)
@@ -29,22 +35,38 @@ class DryRun:
     method: str
     layers: int
     tokens: int
+    device: str
     seconds: float
     process: int  # bytes of the process as it is now
     memory: Mapping[str, int]
     memory_free: int
-    gpu_memory: int
+    gpu_process: int  # bytes of the GPU that a process takes by being there
+    gpu_memory: Mapping[str, int]
+    gpu_memory_free: int
     disk: Mapping[str, int]
     disk_free: int
     source_bytes: int
     finished: int  # layers that a stopped run of the same folder has left
-    writes_text: bool = False  # the model writes text itself, for which all of it is loaded
+    spills: bool = False  # hidden states wait on the disk
+    whole: int = 0  # bytes of all weights, where the model writes text or its layers' damage is measured
+    writes_text: bool = False
 
     @property
     def peak(self) -> int:
         """Bytes of memory, the process itself included."""
-        loaded = self.source_bytes if self.writes_text else 0
-        return self.process + max(sum(self.memory.values()), loaded)
+        whole = 0 if self.fits_gpu else self.whole
+        return self.process + max(sum(self.memory.values()), whole)
+
+    @property
+    def gpu_peak(self) -> int:
+        """Bytes of the GPU's memory."""
+        whole = self.whole if self.fits_gpu else 0
+        return self.gpu_process + max(sum(self.gpu_memory.values()), whole)
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Whether a GPU takes the whole model, where that is loaded at once."""
+        return 0 < self.whole < GPU_SHARE * self.gpu_memory_free
 
     @property
     def disk_peak(self) -> int:
@@ -53,35 +75,55 @@ class DryRun:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"peak": self.peak, "disk_peak": self.disk_peak}
+        return asdict(self) | {
+            "peak": self.peak,
+            "gpu_peak": self.gpu_peak,
+            "disk_peak": self.disk_peak,
+        }
 
     def to_text(self) -> str:
         """For a terminal."""
         text = f"{self.tokens:,} tokens of text" if self.tokens else "no text"
         stays = self.disk["checkpoint"]
+        on_gpu = {"the process": self.gpu_process, **self.gpu_memory}
         lines = [
             f"{self.scheme} by {self.method}, {self.layers} layers, {text}: nothing is read or written",
-            f"  time  {_duration(self.seconds):>12}  estimated from this machine's speed, without the gate",
+            f"  time  {_duration(self.seconds):>12}  on {self.device}, at its speed of this moment, without "
+            "the gate",
             f"  RAM   {format_size(self.peak):>12}  of {format_size(self.memory_free)} free: "
             + _sum({"the process": self.process, **self.memory}),
-            f"  VRAM  {format_size(self.gpu_memory):>12}  calibration runs on the CPU",
+            f"  VRAM  {format_size(self.gpu_peak):>12}  "
+            + (
+                f"of {format_size(self.gpu_memory_free)} free: {_sum(on_gpu)}"
+                if self.gpu_memory
+                else "calibration runs on the CPU"
+            ),
             f"  disk  {format_size(self.disk_peak):>12}  of {format_size(self.disk_free)} free: "
             + _sum(self.disk),
             f"  files {format_size(self.source_bytes):>12}  become {format_size(stays)}, "
             f"{stays / self.source_bytes:.0%}",
         ]
+        return "\n".join([*lines, *(f"  {line}" for line in self._remarks())])
+
+    def _remarks(self) -> Iterator[str]:
+        """What is to be known beside the numbers."""
         if self.finished:
-            lines.append(f"  {self.finished} layers are finished: the same command goes on behind them")
+            yield f"{self.finished} layers are finished: the same command goes on behind them"
+        if self.spills:
+            yield "hidden states wait on the disk: memory does not suffice for them"
         if self.peak > self.memory_free:
-            lines.append("  RAM does not suffice: lower --num-samples or --max-seq-len")
+            yield "RAM does not suffice: lower --num-samples or --max-seq-len"
+        if self.gpu_peak > self.gpu_memory_free:
+            yield "VRAM does not suffice: free some of it, or choose --device cpu"
         if self.writes_text:
-            lines.append(
-                f"  the model writes some of the text itself, for which all {format_size(self.source_bytes)} "
-                "are loaded at once: --calibration FILE.txt does without"
+            yield (
+                f"the model writes some of the text itself, for which all {format_size(self.whole)} are "
+                "loaded at once: --calibration FILE.txt does without"
             )
+        elif self.whole:
+            yield f"what its layers do is measured first, for which all {format_size(self.whole)} are loaded"
         if self.disk_peak > self.disk_free:
-            lines.append("  the disk does not suffice: choose another for --out")
-        return "\n".join(lines)
+            yield "the disk does not suffice: choose another for --out"
 
 
 def plan(
@@ -94,6 +136,8 @@ def plan(
     symmetric: bool | None = None,
     ranges: str | None = None,
     with_text: bool = False,
+    mixing: bool = False,
+    device: str | None = None,
     calibration: str | None = None,
     num_samples: int | None = None,
     max_seq_len: int | None = None,
@@ -101,9 +145,9 @@ def plan(
 ) -> DryRun:
     """Plans a run from the shapes of `source`; measures for a moment how fast this machine is.
 
-    `with_text` says that text is read whatever the method is, for KV scales or sensitivities. Raises
-    UserError as the run itself would for settings that do not go together, a source that is quantized and
-    an `out` that holds something.
+    `with_text` says that text is read whatever the method is, for KV scales; `mixing`, that sensitivities are
+    measured. Raises UserError as the run itself would for settings that do not go together, a source that is
+    quantized and an `out` that holds something.
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
@@ -111,25 +155,50 @@ def plan(
     recipe = settle(config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
     check_out(source, out, overwrite=overwrite)
     length = min(max_seq_len or pipeline.MAX_SEQ_LEN, config.context_len)
-    tokens = (num_samples or pipeline.NUM_SAMPLES) * length if recipe.needs_text or with_text else 0
-    dtype = fast_dtype()
-    work = Work(config, recipe, tokens, length, pipeline.SEARCH_TOKENS, dtype.itemsize)
+    reads = recipe.needs_text or with_text or mixing
+    tokens = (num_samples or pipeline.NUM_SAMPLES) * length if reads else 0
+    where = chosen_device(device)
+    dtype = fast_dtype(where)
+    work = Work(config, recipe, tokens, length, dtype.itemsize, on_gpu=where.type == "cuda")
+    pace = measured_pace(dtype, where)
+    free, gpu_free = host_memory().available, _gpu_free(where)
+    work = replace(work, on_disk=spills(work, free))
+    finished = finished_layers(partial_folder(out))
+    writes_text = tokens > 0 and calibration in (None, "self")
     return DryRun(
         scheme=recipe.scheme.label,
         method=recipe.method,
         layers=config.num_layers,
         tokens=tokens,
-        seconds=config.num_layers * effort(work).seconds(measured_pace(dtype)),
+        device=device_name(where),
+        seconds=_started() + (config.num_layers - finished) * effort(work).seconds(pace),
         process=_resident(),
         memory=memory(work),
-        memory_free=host_memory().available,
-        gpu_memory=0,
+        memory_free=free,
+        gpu_process=_GPU_PROCESS if work.on_gpu else 0,
+        gpu_memory=gpu_memory(work),
+        gpu_memory_free=gpu_free,
         disk=disk(work),
         disk_free=_free(out),
         source_bytes=source.num_bytes,
-        finished=finished_layers(partial_folder(out)),
-        writes_text=tokens > 0 and calibration in (None, "self"),
+        finished=finished,
+        spills=work.on_disk,
+        whole=max(source.num_bytes if writes_text else 0, mixed_run.whole_bytes(config) if mixing else 0),
+        writes_text=writes_text,
     )
+
+
+def _gpu_free(device: torch.device) -> int:
+    """Bytes of the GPU's memory that this process could have, with what it takes by being there."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] + _GPU_PROCESS
+
+
+def _started() -> float:
+    """Seconds of processor time that it took this process to begin."""
+    return time.process_time()
 
 
 def _resident() -> int:

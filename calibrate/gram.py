@@ -1,50 +1,80 @@
-"""Second moments of a linear's inputs, X^T X over every token: all that GPTQ and the range searches look at.
+"""What rounding looks at of a linear's inputs: second moments, X^T X over every token, and magnitudes.
 
 On a processor with bfloat16 matrix units activations are bfloat16. Their products are exact in float32, and
 the units add them up in float32, but a product of two bfloat16 matrices comes back rounded to bfloat16, which
 would leave X^T X not positive. So the operands are handed over as float32 with leave to multiply them in
-bfloat16, which loses nothing here and takes a fifth less time than float32. Only blocks on and above the
-diagonal are computed.
+bfloat16, on a GPU in TF32, which holds them too: that loses nothing here and on a CPU takes a fifth less time
+than float32. Only blocks on and above the diagonal are computed.
+
+Inputs may have to be made anew for each look (rest.py), so all that is wanted is gathered in one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _BLOCKS = 4  # of a row: 10 of 16 products are made, for 1536 columns products still large enough
 _TOKENS = 4096  # widened at a time
+_ROWS = 1024  # of a gram's lower half filled at a time
 
 
 class Inputs:
-    """The inputs [T, K] of a group's linears, batch by batch, and what is computed of them, once."""
+    """The inputs [T, K] of a group's linears, batch by batch, and what is computed of them, once.
 
-    def __init__(self, batches: Sequence[Tensor]) -> None:
+    `first` is the first `sample` tokens of all batches together, as many of each.
+    """
+
+    def __init__(self, batches: Sequence[Tensor], *, sample: int = 0) -> None:
         self.batches = batches
+        self.first: list[Tensor] = []
+        self._share = -(-sample // len(batches))
+        self._known: dict[str, Tensor] = {}
 
-    @cached_property
+    def look(self, *, gram: bool = False, squares: bool = False, group_size: int | None = None) -> None:
+        """Passes over all batches for these; the gram holds the other two. Magnitudes come along."""
+        sums: dict[str, _Sum] = {"absmax": _AbsMax()}
+        if gram:
+            sums["gram"] = _Gram()
+        elif squares:
+            sums["squares"] = _Squares()
+        if group_size is not None and not gram:
+            sums[f"moments {group_size}"] = _Moments(group_size)
+        first = []
+        for x in self.batches:
+            for of in sums.values():
+                of.add(x)
+            if self._share:
+                first.append(x[: self._share].clone())
+        self.first = first
+        self._known |= {name: of.total() for name, of in sums.items()}
+
+    @property
     def gram(self) -> Tensor:
         """Sum over the tokens of x x^T, float32 [K, K]."""
-        return gram(self.batches)
+        if "gram" not in self._known:
+            self.look(gram=True)
+        return self._known["gram"]
 
-    @cached_property
+    @property
     def squares(self) -> Tensor:
         """Sum over the tokens of x^2, float32 [K]."""
-        if "gram" in self.__dict__:
+        if "gram" in self._known:
             return self.gram.diagonal()
-        total = torch.zeros(self.batches[0].shape[1], dtype=torch.float64, device=self.batches[0].device)
-        for x in self.batches:
-            total += x.float().square().sum(0)
-        return total.float()
+        if "squares" not in self._known:
+            self.look(squares=True)
+        return self._known["squares"]
 
-    @cached_property
+    @property
     def channel_absmax(self) -> Tensor:
         """The largest magnitude of each channel, float32 [K]."""
-        return torch.stack([x.abs().amax(0) for x in self.batches]).amax(0).float()
+        if "absmax" not in self._known:
+            self.look()
+        return self._known["absmax"]
 
     @property
     def absmax(self) -> float:
@@ -59,49 +89,119 @@ class Inputs:
 
     def moments(self, group_size: int) -> Tensor:
         """Sum over the tokens of x_g x_g^T for each group of columns: float32 [K / group_size, g, g]."""
-        if "gram" in self.__dict__:  # whose blocks on the diagonal they are
+        if "gram" in self._known:  # whose blocks on the diagonal they are
             parts = self.gram.view(len(self.gram) // group_size, group_size, -1, group_size)
             return parts.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
-        return second_moments(self.batches, group_size)
+        name = f"moments {group_size}"
+        if name not in self._known:
+            self.look(group_size=group_size)
+        return self._known[name]
 
 
 def second_moments(inputs: Sequence[Tensor], group_size: int) -> Tensor:
     """Sum over the tokens of x_g x_g^T for each group: tensors [T, K] -> [groups, g, g], float32."""
-    first = inputs[0]
-    moments = torch.zeros(first.shape[1] // group_size, group_size, group_size, device=first.device)
-    for x in _portions(inputs):
-        groups = x.view(len(x), -1, group_size).transpose(0, 1)
-        moments += groups.transpose(1, 2) @ groups
-    return moments
+    return _summed(_Moments(group_size), inputs)
 
 
 def gram(inputs: Sequence[Tensor]) -> Tensor:
     """Sum over the tokens of x x^T: tensors [T, K] -> float32 [K, K], symmetric."""
-    width = inputs[0].shape[1]
-    total = torch.zeros(width, width, device=inputs[0].device)
-    step = max(128, -(-width // _BLOCKS))
-    with _exact_products_of(inputs[0]):
-        for x in _portions(inputs):
-            for start in range(0, width, step):
-                total[start : start + step, start:] += x[:, start : start + step].T @ x[:, start:]
-    return torch.triu(total) + torch.triu(total, 1).T
+    return _summed(_Gram(), inputs)
 
 
-def _portions(inputs: Sequence[Tensor]) -> Iterator[Tensor]:
+class _Sum(Protocol):
+    """Something that is gathered batch by batch."""
+
+    def add(self, x: Tensor) -> None: ...
+    def total(self) -> Tensor: ...
+
+
+def _summed(what: _Sum, inputs: Sequence[Tensor]) -> Tensor:
     for x in inputs:
-        for start in range(0, len(x), _TOKENS):
-            yield x[start : start + _TOKENS].float()
+        what.add(x)
+    return what.total()
+
+
+class _AbsMax:
+    def __init__(self) -> None:
+        self._largest: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        self._largest.append(x.abs().amax(0))
+
+    def total(self) -> Tensor:
+        return torch.stack(self._largest).amax(0).float()
+
+
+class _Squares:
+    _total: Tensor | float = 0.0
+
+    def add(self, x: Tensor) -> None:
+        self._total = self._total + x.float().square().sum(0).double()
+
+    def total(self) -> Tensor:
+        assert isinstance(self._total, Tensor)
+        return self._total.float()
+
+
+class _Moments:
+    def __init__(self, group_size: int) -> None:
+        self._size = group_size
+        self._total: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        if self._total is None:
+            shape = x.shape[1] // self._size, self._size, self._size
+            self._total = torch.zeros(shape, device=x.device)
+        for part in _portions(x):
+            groups = part.view(len(part), -1, self._size).transpose(0, 1)
+            self._total += groups.transpose(1, 2) @ groups
+
+    def total(self) -> Tensor:
+        assert self._total is not None
+        return self._total
+
+
+class _Gram:
+    _total: Tensor | None = None
+
+    def add(self, x: Tensor) -> None:
+        width = x.shape[1]
+        if self._total is None:
+            self._total = torch.zeros(width, width, device=x.device)
+        step = max(128, -(-width // _BLOCKS))
+        with _exact_products_of(x):
+            for part in _portions(x):
+                for start in range(0, width, step):
+                    block = part[:, start : start + step].T @ part[:, start:]
+                    self._total[start : start + step, start:] += block
+
+    def total(self) -> Tensor:
+        """Only once: the lower half is filled in place, as a second matrix may be gigabytes."""
+        assert self._total is not None
+        total = self._total
+        for start in range(0, len(total), _ROWS):
+            stop = start + _ROWS
+            total[start:stop, start:stop].triu_()
+            total[start:stop, start:stop] += total[start:stop, start:stop].triu(1).T
+            total[stop:, start:stop] = total[start:stop, stop:].T
+        return total
+
+
+def _portions(x: Tensor) -> Iterator[Tensor]:
+    for start in range(0, len(x), _TOKENS):
+        yield x[start : start + _TOKENS].float()
 
 
 @contextmanager
 def _exact_products_of(x: Tensor) -> Iterator[None]:
-    """Lets float32 products on a CPU be made in bfloat16 while nothing but bfloat16 numbers is multiplied."""
-    if x.dtype is not torch.bfloat16 or x.is_cuda:
+    """Lets float32 products be made in a narrower format while nothing is multiplied but what it holds."""
+    if x.dtype is not torch.bfloat16:
         yield
         return
-    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    backends = torch.backends
+    settings = backends.cuda.matmul if x.is_cuda else backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+    settings.fp32_precision = "tf32" if x.is_cuda else "bf16"
     try:
         yield
     finally:

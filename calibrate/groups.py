@@ -60,6 +60,8 @@ def round_group(
     CheckpointError naming a weight that holds NaN or infinity, or inputs that do.
     """
     result, scheme = RoundedGroup(), how.scheme
+    if inputs is not None:
+        _look(inputs, weights, how)
     if isinstance(scheme, Dense):
         for module, weight in weights.items():
             result.linears[module] = quantize_named(
@@ -87,6 +89,15 @@ def round_group(
             tensors = scheme.with_input_range(tensors, inputs.absmax)
         result.linears[module] = tensors
     return result
+
+
+def _look(inputs: Inputs, weights: Mapping[str, Tensor], how: HowToRound) -> None:
+    """One pass over the inputs for all that will be asked of them."""
+    if isinstance(how.scheme, Dense):
+        return inputs.look()
+    width = group_width(how.scheme, next(iter(weights.values())).shape[1])
+    blocks = width if how.ranges == "output" else None
+    inputs.look(gram=how.by_gptq, squares=how.ranges == "imatrix", group_size=blocks)
 
 
 def group_width(scheme: Scheme, in_features: int) -> int:
@@ -143,7 +154,6 @@ def _by_gptq(
 
 
 def _check_inputs(weights: Mapping[str, Tensor], inputs: Inputs, prefix: str) -> None:
-    """Second moments are made here, before ranges, which are judged by blocks of them."""
     if not bool(inputs.gram.isfinite().all()):
         names = ", ".join(f"{prefix}{module}" for module in weights)
         raise CheckpointError(f"{names}: the inputs that reach them hold NaN or infinity")

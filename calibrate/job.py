@@ -12,16 +12,19 @@ from typing import Any
 import torch
 
 import qinfer
+from qinfer.backend import model_device
 from qinfer.calibrate import health
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData
 from qinfer.calibrate.kv_scales import kv_cache_scheme
 from qinfer.calibrate.mixing import unit_bits
+from qinfer.calibrate.needs import Work
 from qinfer.calibrate.recipe import Recipe
 from qinfer.calibrate.sensitivity import Unit
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, unquantized
 from qinfer.env import cpu_features
+from qinfer.errors import UserError
 from qinfer.quant import Scheme
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -42,6 +45,7 @@ class QuantizeJob:
     costs: Mapping[Unit, float] = field(default_factory=dict)  # KL of each unit alone, where it was measured
     seed: int = DEFAULT_SEED
     resume: bool = True  # whether to go on with what the same command left unfinished
+    device: torch.device = CPU
 
     @property
     def storage(self) -> torch.dtype:
@@ -53,7 +57,20 @@ class QuantizeJob:
     @property
     def activations(self) -> torch.dtype:
         """The dtype of activations while calibrating."""
-        return self.dtype or fast_dtype()
+        return self.dtype or fast_dtype(self.device)
+
+    @property
+    def work(self) -> Work:
+        """The run in numbers."""
+        sequences = () if self.data is None else self.data.sequences
+        return Work(
+            self.source.config,
+            self.recipe,
+            sum(map(len, sequences)),
+            max(map(len, sequences), default=0),
+            self.activations.itemsize,
+            on_gpu=self.device.type == "cuda",
+        )
 
     def identity(self) -> dict[str, Any]:
         """All that decides a bit of the result, for JSON."""
@@ -68,6 +85,7 @@ class QuantizeJob:
             "method": self.recipe.method,
             "ranges": self.recipe.ranges,
             "seed": self.seed,
+            "device": device_name(self.device),
             "activations": str(self.activations).removeprefix("torch."),
             "kv_scales": self.kv_scales,
             "calibration": None if self.data is None else self.data.record(),
@@ -127,6 +145,34 @@ def unit_name(unit: Unit) -> str:
     return f"layer {unit[0]} {unit[1]}"
 
 
-def fast_dtype() -> torch.dtype:
-    """Of activations: bfloat16 where the processor has matrix units for it, else float32."""
-    return torch.bfloat16 if "amx_bf16" in cpu_features() else torch.float32
+def chosen_device(name: str | None) -> torch.device:
+    """The device that `name` means: "cpu", "cuda" or "cuda:1"; None or "auto": a GPU where there is one.
+
+    Raises UserError for another name, and for a GPU that torch does not see.
+    """
+    if name is None or name == "auto":
+        return model_device()
+    kind, _, number = str(name).partition(":")
+    if kind == "cpu" and not number:
+        return CPU
+    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
+        raise UserError(f"unknown device {name!r:.100}; choose auto, cpu, cuda or cuda:N", "device")
+    count, index = torch.cuda.device_count(), int(number or 0)
+    if index >= count:
+        seen = f"{count} GPUs, from cuda:0" if count else "no GPU"
+        raise UserError(f"there is no {name}: torch sees {seen}; choose auto or cpu", "device")
+    return torch.device("cuda", index)
+
+
+def device_name(device: torch.device) -> str:
+    """What decides the bits of a result: GPUs of one model give the same."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """Of activations: bfloat16 where the device has matrix units for it, else float32."""
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = "amx_bf16" in cpu_features()
+    return torch.bfloat16 if fast else torch.float32

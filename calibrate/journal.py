@@ -2,7 +2,7 @@
 
     begun.json             all that decides a bit of the result: weights, recipe, text, seeds, versions
     layers.jsonl           a line for each finished layer: its report and the pieces of file that hold it
-    states-00007.draft     the residual streams of all sequences before layer 7, as those before left them
+    states-00007.draft/    the residual streams of all sequences before layer 7, as those before left them
 
 A layer counts once its line is whole. Its tensors and the states after it are on the disk before the line is
 written, and the states before it are deleted afterwards, so at each moment there is all that the next layer
@@ -16,28 +16,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
-
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.report import LayerReport
 from qinfer.checkpoint.files import empty, read_json, write_json
-from qinfer.checkpoint.shards import Piece, write_faults
+from qinfer.checkpoint.shards import Piece
 from qinfer.errors import UserError
 
 FOLDER = ".journal"
 _BEGUN, _LAYERS = "begun.json", "layers.jsonl"
 _MAY_DIFFER = "mix"  # of a run that raises units step by step: the step before is of no use
 
-States = Mapping[str, Sequence[Batch]]  # "hidden", and for GPTQ "original", in the batches' order
+States = Mapping[str, Sequence[Batch]]  # "hidden", in the batches' order
 
 
 class Journal:
-    """Layers finished so far, in order; `done` reports, `pieces` of file, `seconds` that they took."""
+    """Layers finished so far, in order: `done` reports, `pieces` of file."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
         """Opens the journal below `folder`, or begins one there.
@@ -47,7 +46,6 @@ class Journal:
         self._folder = folder / FOLDER
         self.done: list[LayerReport] = []
         self.pieces: list[Piece] = []
-        self.seconds = 0.0
         identity = _plain(identity)
         if self._folder.is_dir() and check_same(folder, identity):
             self._read()
@@ -57,33 +55,31 @@ class Journal:
         self._folder.mkdir(parents=True)
         write_json(self._folder / _BEGUN, identity)
 
-    def record(
-        self, report: LayerReport, pieces: Sequence[Piece], states: States, *, seconds: float, last: bool
-    ) -> None:
+    def record(self, report: LayerReport, pieces: Sequence[Piece], states: States, *, last: bool) -> None:
         """Notes that a layer is finished; after the `last` one no states are kept.
 
-        `pieces` are all that the writer has committed, `seconds` all that the run has taken.
+        `pieces` are all that the writer has committed.
         """
         number = len(self.done) + 1
         if not last and any(states.values()):
             _save_states(self._states(number), states)
-        row = {"report": asdict(report), "pieces": pieces[len(self.pieces) :], "seconds": seconds}
+        row = {"report": asdict(report), "pieces": pieces[len(self.pieces) :]}
         with (self._folder / _LAYERS).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(row) + "\n")
             stream.flush()
             os.fsync(stream.fileno())
-        self._states(number - 1).unlink(missing_ok=True)
+        shutil.rmtree(self._states(number - 1), ignore_errors=True)  # what stays of it goes with the journal
         self.done.append(report)
-        self.pieces, self.seconds = list(pieces), seconds
+        self.pieces = list(pieces)
 
     def restore(self, states: States, *, last: bool) -> None:
         """Puts the batches where the finished layers left them; not after the `last`, where none goes on."""
         if last or not self.done or not any(states.values()):
             return
-        stored = load_file(self._states(len(self.done)))
+        folder = self._states(len(self.done))
         for name, batches in states.items():
             for i, batch in enumerate(batches):
-                batch.hidden = stored[f"{name}.{i}"].to(batch.hidden.device)
+                batch.slot.restore(folder / f"{name}.{i}")
 
     def _states(self, number: int) -> Path:
         return self._folder / f"states-{number:05d}.draft"
@@ -98,13 +94,12 @@ class Journal:
             row = json.loads(line)
             self.done.append(LayerReport(**row["report"]))
             self.pieces += [Piece(name, tuple(names), size) for name, names, size in row["pieces"]]
-            self.seconds = row["seconds"]
             whole += len(line)
         if file.exists():
             os.truncate(file, whole)
         for other in self._folder.glob("states-*"):
             if other != self._states(len(self.done)):
-                other.unlink()
+                shutil.rmtree(other)
 
 
 def finished_layers(folder: Path) -> int:
@@ -133,18 +128,13 @@ def check_same(folder: Path, identity: Mapping[str, Any]) -> bool:
     )
 
 
-def _save_states(file: Path, states: States) -> None:
-    tensors = {
-        f"{name}.{i}": batch.hidden.contiguous().cpu()
-        for name, batches in states.items()
-        for i, batch in enumerate(batches)
-    }
-    draft = file.with_suffix(".part")
-    with write_faults(draft):
-        save_file(tensors, draft)
-    with draft.open("rb") as stream:
-        os.fsync(stream.fileno())
-    draft.rename(file)
+def _save_states(folder: Path, states: States) -> None:
+    draft = folder.with_suffix(".part")
+    draft.mkdir()
+    for name, batches in states.items():
+        for i, batch in enumerate(batches):
+            batch.slot.save(draft / f"{name}.{i}")
+    draft.rename(folder)
 
 
 def _plain(identity: Mapping[str, Any]) -> dict[str, Any]:

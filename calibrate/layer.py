@@ -94,7 +94,7 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
         for group, inputs in walk(layer, batches, attends):
             if group == "gate_up.0":
                 rounding.notes |= _starved_notes(plan.index, layer, inputs)
-            rounding.group(group, Inputs(inputs), layer)
+            rounding.group(group, Inputs(inputs, sample=ERROR_TOKENS), layer)
         maxima = head_maxima(attends)
     else:
         for linear_group in layer_groups(plan.config):
@@ -139,7 +139,7 @@ def _transformed(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> lis
     return transform(bench, block, plan.transform)
 
 
-def _starved_notes(index: int, layer: Layer, inputs: list[Tensor]) -> dict[str, str]:
+def _starved_notes(index: int, layer: Layer, inputs: Sequence[Tensor]) -> dict[str, str]:
     """Names the experts that the calibration text did not reach, in the log and by group."""
     assert isinstance(layer.mlp, Experts)
     experts = starved(layer.mlp, inputs)
@@ -203,10 +203,8 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
 def _output_error(linear: Linear, dense: Linear, inputs: Inputs) -> float:
     """Relative error of the output on the first tokens of every batch, bias included in both."""
-    share = -(-ERROR_TOKENS // len(inputs.batches))
     difference = size = 0.0
-    for batch in inputs.batches:
-        x = batch[:share]
+    for x in inputs.first:
         reference = dense(x).float()
         difference += float((linear(x).float() - reference).square().sum())
         size += float(reference.square().sum())

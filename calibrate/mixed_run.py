@@ -19,7 +19,9 @@ from qinfer.calibrate.mixing import average_bits, next_step, ranked, within_budg
 from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
-from qinfer.checkpoint.names import layer_modules, linear_shape
+from qinfer.checkpoint.checkpoint import CPU
+from qinfer.checkpoint.names import global_tensors, layer_modules, layer_tensors, linear_shape
+from qinfer.config import ModelConfig
 from qinfer.quant import W4A16, Scheme
 
 logger = logging.getLogger(__name__)
@@ -28,20 +30,33 @@ logger = logging.getLogger(__name__)
 def with_costs(job: QuantizeJob, *, progress: bool = True) -> QuantizeJob:
     """The job with the KL that each unit costs alone: measured, or estimated above a billion parameters."""
     assert job.data is not None, "a job that mixes is prepared with text"
-    config = job.source.config
-    weights = config.num_layers * sum(prod(linear_shape(config, module)) for module in layer_modules(config))
-    measured = weights <= MEASURED_PARAMETERS
+    measured = _is_measured(job.source.config)
     costs = sensitivities(
         job.source,
         job.data.sequences,
         job.recipe.scheme,
         storage=job.storage,
         # in bfloat16 any change at all costs 0.001 nats, as much as most units of SmolLM2-135M in 4 bits
-        dtype=torch.float32 if measured else job.dtype or fast_dtype(),
+        dtype=torch.float32 if measured else job.dtype or fast_dtype(CPU),
         measured=measured,
+        device=job.device,
         progress=progress,
     )
     return replace(job, costs=costs)
+
+
+def _is_measured(config: ModelConfig) -> bool:
+    weights = config.num_layers * sum(prod(linear_shape(config, module)) for module in layer_modules(config))
+    return weights <= MEASURED_PARAMETERS
+
+
+def whole_bytes(config: ModelConfig) -> int:
+    """What the weights take while costs are measured (float32) or estimated, with all loaded at once."""
+    shapes = [*global_tensors(config).values()]
+    for i in range(config.num_layers):
+        shapes += layer_tensors(config, i).values()
+    item = torch.float32 if _is_measured(config) else fast_dtype(CPU)
+    return sum(map(prod, shapes)) * item.itemsize
 
 
 def within(job: QuantizeJob, budget: float) -> QuantizeJob:

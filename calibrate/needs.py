@@ -8,13 +8,15 @@ the number of layers. Three moments may be the worst:
     writing  the layer's file tensors: as made, as gathered, and as the bytes that go to the disk
     ends     the embedding on its way in, or from the source to the copy
 
-On disk the copy grows shard by shard; beside it lie the shard that is being joined and the streams before and
-after a layer, from which a run that was stopped goes on.
+With a GPU the layer and one batch are there, the streams in host memory; where memory does not suffice for
+the streams they are on the disk, and one batch's are in memory. On disk the copy grows shard by shard; beside
+it lie the shard that is being joined and the streams before and after a layer, from which a run that was
+stopped goes on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from qinfer.calibrate.block import MAX_BATCH_TOKENS
@@ -26,9 +28,11 @@ from qinfer.config import ModelConfig
 from qinfer.engine.footprint import ITEM_BYTES
 from qinfer.quant import W4A16
 
+SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
 _ROUNDING = 4  # float32 copies of the largest group while it is rounded: scaled, its codes, read back, errors
 _GPTQ = 4  # more of them: joined, in another order, while and after it is rounded
 _FACTORS = 6  # matrices of the width of a group's inputs: moments, reordered, factors, inverse
+_SPARE = 0.9  # of the free memory is used before streams go to the disk
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,9 @@ class Work:
     recipe: Recipe
     tokens: int
     length: int
-    search_tokens: int
-    item_bytes: int  # of an activation
+    item_bytes: int  # of activations
+    on_gpu: bool = False
+    on_disk: bool = False  # the streams
 
     @property
     def storage(self) -> int:
@@ -81,21 +86,45 @@ class Work:
     @property
     def searched(self) -> int:
         """Tokens that candidates are tried on."""
-        return min(self.tokens, self.search_tokens)
+        return min(self.tokens, SEARCH_TOKENS)
+
+    @property
+    def made_anew(self) -> bool:
+        """Whether inputs are made of the stream for each look (rest.py)."""
+        return self.on_gpu or self.on_disk
+
+    @property
+    def stream_bytes(self) -> int:
+        """The residual streams of all tokens."""
+        return self.tokens * self.config.hidden_size * self.item_bytes
+
+
+def spills(work: Work, free: int) -> bool:
+    """Whether the streams have to wait on the disk, `free` being the bytes of memory that a run may take."""
+    here = sum(memory(work).values())
+    return here > _SPARE * free and sum(memory(replace(work, on_disk=True)).values()) < here
 
 
 def memory(work: Work) -> dict[str, int]:
-    """Bytes of what is alive at the worst moment, by name, beside the process itself."""
-    streams = work.tokens * work.config.hidden_size * work.item_bytes
+    """Bytes of what is alive in RAM at the worst moment, by name, beside the process itself."""
+    streams = 0 if work.on_disk else work.stream_bytes
     moments = {
-        "layer": _layer(work),
-        "writing": {"streams": streams, "file tensors": 3 * work.file_bytes_per_layer},
+        "layer": {"streams": streams} if work.on_gpu else _layer(work),
+        "writing": {
+            "streams": streams,
+            "file tensors": (2 if work.on_gpu else 3) * work.file_bytes_per_layer,
+        },
         "ends": {
             "streams": streams,
             "embedding": 3 * work.config.vocab_size * work.config.hidden_size * work.storage,
         },
     }
     return max(moments.values(), key=lambda terms: sum(terms.values()))
+
+
+def gpu_memory(work: Work) -> dict[str, int]:
+    """Bytes of what is alive on the GPU at the worst moment, by name; nothing where there is none."""
+    return _layer(work) if work.on_gpu else {}
 
 
 def disk(work: Work) -> dict[str, int]:
@@ -105,7 +134,7 @@ def disk(work: Work) -> dict[str, int]:
     return {
         "checkpoint": copy,
         "shard being joined": min(copy, joined),
-        "streams": 2 * work.tokens * work.config.hidden_size * work.item_bytes,
+        "streams": (3 if work.on_disk else 2) * work.stream_bytes,
     }
 
 
@@ -122,9 +151,11 @@ def _layer(work: Work) -> dict[str, int]:
     terms |= {
         "layer as it runs": item * work.layer_weights,
         "rounding": 4 * (_ROUNDING + (_GPTQ if gptq else 0)) * largest + item * largest,
-        "streams": work.tokens * (item * (3 * hidden + width) + 8 * config.head_dim),
         "a batch": item * batch * 3 * inner,
+        "streams": work.tokens * (item * (3 * hidden + width) + 8 * config.head_dim),
     }
+    if work.made_anew:  # one batch's at a time
+        terms["streams"] = batch * (item * (3 * hidden + width) + 8 * config.head_dim)
     if gptq:
         terms["second moments"] = 4 * _FACTORS * width * width
     elif isinstance(work.recipe.scheme, W4A16):

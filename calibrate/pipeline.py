@@ -8,6 +8,9 @@ Each layer, and each linear within it, thus sees the errors that those before it
 and llm-compressor by default), not the activations of the dense model. Round-to-nearest looks at no
 activation, so it runs none.
 
+The device, a GPU where there is one, holds one layer and one batch of sequences; rest.py says where the
+streams of the others wait.
+
 On a processor with bfloat16 matrix units activations are bfloat16, elsewhere float32. On one layer of
 SmolLM2-135M both made the same choices, and bfloat16 took 0.6 of the processor time.
 """
@@ -15,18 +18,20 @@ SmolLM2-135M both made the same choices, and bfloat16 took 0.6 of the processor 
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qinfer.calibrate import health
+from qinfer.calibrate import health, needs
 from qinfer.calibrate.block import Batch, embed_batches, load_block
 from qinfer.calibrate.data import DEFAULT_SEED, Document, calibration_sequences
-from qinfer.calibrate.job import QuantizeJob, unit_name
+from qinfer.calibrate.job import QuantizeJob, chosen_device, unit_name
 from qinfer.calibrate.journal import Journal
 from qinfer.calibrate.kv_scales import SIDECAR, check_kind, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
@@ -43,6 +48,8 @@ from qinfer.checkpoint.names import (
     layer_tensors,
 )
 from qinfer.checkpoint.writer import CheckpointWriter, check_out
+from qinfer.engine.footprint import format_size
+from qinfer.env import host_memory
 from qinfer.errors import CheckpointError, UserError
 from qinfer.quant import Dense
 from qinfer.tokenizer import Tokenizer
@@ -51,10 +58,9 @@ __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 
 NUM_SAMPLES = 16
 MAX_SEQ_LEN = 512
-SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
 PROPAGATED = "outputs of the quantized layers before it"
 
-_CPU = torch.device("cpu")
+STREAMS = ".streams"  # folder for hidden states that do not fit into memory
 
 logger = logging.getLogger(__name__)
 
@@ -78,20 +84,23 @@ def prepare(
     seed: int = DEFAULT_SEED,
     overwrite: bool = False,
     resume: bool = True,
+    device: str | None = None,
     generate: Generate | None = None,
     progress: bool = True,
 ) -> QuantizeJob:
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
-    `generate` writes self-written text; None loads the source into the engine when that is called for.
-    `rotate` merges rotations into the weights first. `mixing` says that sensitivities will be measured, which
-    takes text whatever the method.
+    `device` is "auto" (or None: a GPU where there is one), "cpu", "cuda" or "cuda:N". `generate` writes
+    self-written text; None loads the source into the engine when that is called for. `rotate` merges
+    rotations into the weights first. `mixing` says that sensitivities will be measured, which takes text
+    whatever the method.
     Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
     `out` that holds something, and a length beyond the model's context.
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
     recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
+    where = chosen_device(device)
     if rotate and source.config.num_experts:
         raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
     if rotate:
@@ -109,14 +118,16 @@ def prepare(
         data = calibration_sequences(
             calibration,
             tokenizer,
-            generate or engine_generate(source, tokenizer, progress=progress),
+            generate or engine_generate(source, tokenizer, device=where, progress=progress),
             num_samples=NUM_SAMPLES if num_samples is None else num_samples,
             max_seq_len=min(MAX_SEQ_LEN, context) if max_seq_len is None else max_seq_len,
             seed=seed,
         )
     elif calibration is not None:
         logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
-    return QuantizeJob(source, out, recipe, data, overwrite, kv_scales=kv_scales, seed=seed, resume=resume)
+    return QuantizeJob(
+        source, out, recipe, data, overwrite, kv_scales=kv_scales, seed=seed, resume=resume, device=where
+    )
 
 
 def _rotated(source: Checkpoint, seed: int) -> tuple[Checkpoint, str]:
@@ -144,7 +155,7 @@ def run(
         writer.release()
         raise
     try:
-        with torch.inference_mode():
+        with torch.inference_mode(), _working_on(job.device):
             return _run(job, writer, journal, progress, extra_files or {})
     except BaseException as error:
         if isinstance(error, CheckpointError) or not journal.done:
@@ -152,14 +163,34 @@ def run(
         else:
             finished = f"{len(journal.done)} of {job.source.config.num_layers}"
             logger.warning("stopped with %s layers finished: the same command goes on from there", finished)
-        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error):
+        if isinstance(error, torch.OutOfMemoryError):
+            raise UserError(
+                f"the memory of {job.device} does not suffice for one layer of this calibration: see "
+                "--dry-run, free some of it, or choose --device cpu (device='cpu')",
+                "device",
+            ) from error
+        if isinstance(error, MemoryError) or "not enough memory" in str(error):
             raise UserError(
                 "memory does not suffice for this calibration: lower num_samples or max_seq_len",
                 "num_samples",
             ) from error
         raise
     finally:
+        shutil.rmtree(writer.folder / STREAMS, ignore_errors=True)
         writer.release()
+
+
+@contextmanager
+def _working_on(device: torch.device) -> Iterator[None]:
+    """Kernels run on this device; what torch keeps of a GPU's memory is given back at the end."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
 
 
 def _run(
@@ -170,17 +201,13 @@ def _run(
     extra_files: Mapping[str, str],
 ) -> QuantizeReport:
     config, scheme = job.source.config, job.recipe.scheme
-    start = time.perf_counter() - journal.seconds
+    start, before = time.perf_counter(), len(journal.done)
 
     def write(name: str, tensor: Tensor) -> None:
         health.check_finite(name, tensor)
         writer.add(name, tensor)
 
-    batches: list[Batch] = []
-    if job.data is not None:
-        batches = embed_batches(
-            job.source, job.data.sequences, search_tokens=SEARCH_TOKENS, device=_CPU, dtype=job.activations
-        )
+    batches = _batches(job, writer.folder)
     states = {"hidden": batches}
     writer.restore(journal.pieces)
     journal.restore(states, last=len(journal.done) == config.num_layers)
@@ -190,8 +217,7 @@ def _run(
         layer = _quantize_layer(job, index, batches)
         for name, tensor in layer.tensors.items():
             write(name, tensor)
-        seconds = time.perf_counter() - start
-        journal.record(layer.report, writer.commit(), states, seconds=seconds, last=index == left[-1])
+        journal.record(layer.report, writer.commit(), states, last=index == left[-1])
     layers = journal.done
     in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
     for name in sorted(job.source.names() - in_layers):
@@ -205,6 +231,7 @@ def _run(
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
         seconds=time.perf_counter() - start,
+        resumed=before,
         bytes_before=job.weight_bytes(Dense()),
         bytes_after=job.weight_bytes(None),
         average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
@@ -230,6 +257,25 @@ def _run(
     return result
 
 
+def _batches(job: QuantizeJob, folder: Path) -> list[Batch]:
+    """The text, embedded; its streams wait in memory, or in files of `folder` where they would not fit."""
+    if job.data is None:
+        return []
+    free = host_memory().available
+    spills = needs.spills(job.work, free)
+    if spills:
+        size = format_size(job.work.stream_bytes)
+        logger.warning("hidden states of %s wait on the disk: %s of memory are free", size, format_size(free))
+    return embed_batches(
+        job.source,
+        job.data.sequences,
+        search_tokens=needs.SEARCH_TOKENS,
+        device=job.device,
+        dtype=job.activations,
+        folder=folder / STREAMS if spills else None,
+    )
+
+
 def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> QuantizedLayer:
     """The quantized layer, its tensors by full name; the batches move on through it."""
     config, recipe = job.source.config, job.recipe
@@ -241,10 +287,10 @@ def _quantize_layer(job: QuantizeJob, index: int, batches: list[Batch]) -> Quant
         recipe.ranges,
         recipe.by_gptq,
         job.storage,
-        _CPU,
+        job.device,
         job.activations,
     )
-    layer = quantize_layer(plan, load_block(job.source, index), batches)
+    layer = quantize_layer(plan, load_block(job.source, index, job.device), batches)
     named = {plan.prefix + name: tensor for name, tensor in layer.tensors.items()}
     linears = {f"{plan.prefix}{module}.weight" for module in layer_modules(config)}
     for name in (layer_tensors(config, index).keys() & named.keys() & job.source.names()) - linears:

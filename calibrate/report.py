@@ -40,8 +40,9 @@ class QuantizeReport:
     notes: tuple[str, ...]
     calibration: dict[str, Any] | None  # source, seed, number of tokens, hash; None where no text was needed
     propagated: str  # what a layer was calibrated on
-    seconds: float
+    seconds: float  # of this run alone
     layers: tuple[LayerReport, ...]
+    resumed: int = 0  # layers that an earlier run had finished, whose seconds are not counted
     bytes_before: int = 0  # of the weights in the files
     bytes_after: int = 0
     average_bits: float = 0.0  # per weight of the linears, scales and zero points counted
@@ -65,9 +66,14 @@ class QuantizeReport:
         """The report file's text."""
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
+    def to_pace(self) -> str:
+        """How many layers this run made, and in what time."""
+        made = f"{len(self.layers) - self.resumed} layers in {self.seconds:.1f} s"
+        return f"{made}, {self.resumed} finished before" if self.resumed else made
+
     def to_text(self) -> str:
         """Three lines for a terminal: what was done, on what, and how well."""
-        lines = [f"{self.scheme} by {self.method}: {len(self.layers)} layers in {self.seconds:.1f} s"]
+        lines = [f"{self.scheme} by {self.method}: {self.to_pace()}"]
         if self.mix:
             kinds = ", ".join(sorted(set(self.mix.values())))
             lines.append(f"{len(self.mix)} units in {kinds}: {self.average_bits:.2f} bits per weight in all")

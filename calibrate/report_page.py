@@ -49,7 +49,7 @@ def html(report: QuantizeReport) -> str:
     checks = "".join(f'<li><span class="good">✓</span> {escape(check)}</li>' for check in report.health)
     parts = [
         f"<h1>{escape(model)}: {escape(title)}</h1>",
-        f"<p>{escape(_sizes(report))} in {report.seconds:.1f} s; {report.average_bits:.2f} bits per weight "
+        f"<p>{escape(_sizes(report))}, {escape(report.to_pace())}; {report.average_bits:.2f} bits per weight "
         "of the linears, scales counted.</p>",
         *_figures(report),
         "<h2>Layer by layer</h2>",
@@ -66,7 +66,7 @@ def html(report: QuantizeReport) -> str:
 def _settings(report: QuantizeReport) -> list[tuple[str, str]]:
     found = [(name, str(report.settings[key])) for key, name in _TOLD if key in report.settings]
     found += [
-        ("time", f"{report.seconds:.1f} s"),
+        ("time", report.to_pace()),
         ("average", f"{report.average_bits:.2f} bits per weight of the linears, scales counted"),
         ("size", _sizes(report)),
         ("ranges", report.ranges),

@@ -8,20 +8,25 @@ only the second. Sequence i is drawn with seed + i, so a run can be repeated.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
 from tqdm import tqdm
 
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
 from qinfer.model.decoder import load_decoder
 from qinfer.sampling_params import SamplingParams
 from qinfer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 # (prompts, tokens per whole sequence, seed) -> the tokens that follow each prompt
 Generate = Callable[[Sequence[Sequence[int]], int, int], list[list[int]]]
+
+GPU_SHARE = 0.8  # of a GPU's free memory that the weights may take; the rest is for pages and activations
 
 PROMPTS = (
     "Explain how rain forms, step by step.",
@@ -60,13 +65,20 @@ def self_prompts(tokenizer: Tokenizer, num_samples: int) -> list[list[int]]:
     return [turns[i % len(turns)][i // len(turns) % len(turns[i % len(turns)])] for i in range(num_samples)]
 
 
-def engine_generate(checkpoint: Checkpoint, tokenizer: Tokenizer, *, progress: bool = True) -> Generate:
+def engine_generate(
+    checkpoint: Checkpoint, tokenizer: Tokenizer, *, device: torch.device = CPU, progress: bool = True
+) -> Generate:
     """A `Generate` that loads the whole model into qinfer's own engine, when called; a bar counts tokens."""
 
     def generate(prompts: Sequence[Sequence[int]], seq_len: int, seed: int) -> list[list[int]]:
-        decoder = load_decoder(checkpoint, device=torch.device("cpu"), progress=progress)
+        fits = device.type == "cpu" or checkpoint.num_bytes < GPU_SHARE * torch.cuda.mem_get_info(device)[0]
+        if not fits:
+            logger.warning("the model is too large for %s as a whole: it writes text on the CPU", device)
+        decoder = load_decoder(checkpoint, device=device if fits else CPU, progress=progress)
         blocks = sum(-(-seq_len // 16) + 1 for _ in prompts)
-        engine = Engine(decoder, tokenizer, EngineOptions(max_model_len=seq_len, num_kv_blocks=blocks))
+        # written once: graphs would take longer to capture than they save
+        options = EngineOptions(max_model_len=seq_len, num_kv_blocks=blocks, enforce_eager=True)
+        engine = Engine(decoder, tokenizer, options)
         for i, prompt in enumerate(prompts):
             params = SamplingParams(
                 temperature=1.0, seed=seed + i, max_tokens=seq_len - len(prompt), detokenize=False

@@ -29,7 +29,7 @@ from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.groups import HowToRound, round_group
 from qinfer.calibrate.roundtrip import dequantized
 from qinfer.calibrate.stages import get_linear, set_linear
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_groups, layer_prefix
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import Decoder, Layer, load_decoder
@@ -42,8 +42,6 @@ MEASURED_PARAMETERS = 1_000_000_000  # of linears; above, sensitivities are esti
 TOKENS = 512  # read per unit: means of KL over so many tokens tell units apart
 _ROWS = 256  # of logits at a time
 
-_CPU = torch.device("cpu")
-
 
 def sensitivities(
     checkpoint: Checkpoint,
@@ -53,14 +51,16 @@ def sensitivities(
     storage: torch.dtype,
     dtype: torch.dtype,
     measured: bool,
+    device: torch.device = CPU,
     seed: int = 0,
     progress: bool = True,
 ) -> dict[Unit, float]:
     """KL in nats that each unit costs in `scheme`, rounded to nearest with ranges that its inputs weigh.
 
-    `sequences` are cut to one length, about TOKENS tokens in all. `measured` or estimated.
+    `sequences` are cut to one length, about TOKENS tokens in all. `measured` on `device`, or estimated, which
+    takes gradients and so the CPU: kernels of a GPU have none.
     """
-    trial = _Trial(checkpoint, sequences, scheme, storage, dtype)
+    trial = _Trial(checkpoint, sequences, scheme, storage, dtype, device if measured else CPU)
     costs = trial.measured() if measured else trial.estimated(seed)
     total = checkpoint.config.num_layers * len(layer_groups(checkpoint.config))
     return dict(tqdm(costs, "sensitivity", total=total, unit="unit", disable=not progress))
@@ -87,13 +87,14 @@ class _Trial:
         scheme: Scheme,
         storage: torch.dtype,
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        ids = torch.tensor(shorten(sequences, TOKENS))
+        ids = torch.tensor(shorten(sequences, TOKENS), device=device)
         self.checkpoint, self.scheme, self.storage, self.dtype = checkpoint, scheme, storage, dtype
-        self.config = checkpoint.config
-        self.model: Decoder = load_decoder(checkpoint, device=_CPU, dtype=dtype)
+        self.config, self.device = checkpoint.config, device
+        self.model: Decoder = load_decoder(checkpoint, device=device, dtype=dtype)
         self.ids = ids.flatten()
-        self.rope: Rope = self.model.rope(torch.arange(ids.shape[1]).repeat(len(ids)))
+        self.rope: Rope = self.model.rope(torch.arange(ids.shape[1], device=device).repeat(len(ids)))
         self.attend = CausalAttention(len(ids))
 
     def measured(self) -> Iterator[tuple[Unit, float]]:
@@ -147,7 +148,8 @@ class _Trial:
 
     def _quantized(self, index: int, inputs: Mapping[str, Tensor]) -> dict[str, Linear]:
         """Each group's linear of a layer, quantized."""
-        block, prefix = load_block(self.checkpoint, index), layer_prefix(self.config, index)
+        block = load_block(self.checkpoint, index, self.device)
+        prefix = layer_prefix(self.config, index)
         ranges = "imatrix" if self.scheme.activations is ActivationFormat.NONE else "absmax"
         how = HowToRound(self.scheme, ranges, False, self.storage)
         changed = {}
@@ -156,7 +158,7 @@ class _Trial:
             files = round_group(weights, Inputs([inputs[group.name]]), how, prefix).linears
             shards = [dequantized(self.scheme, f, self.scheme.dequantize(f)) for f in files.values()]
             bias = get_linear(self.model.layers[index], group.name).bias
-            changed[group.name] = Linear(shards, bias, device=_CPU, dtype=self.dtype)
+            changed[group.name] = Linear(shards, bias, device=self.device, dtype=self.dtype)
         return changed
 
     def _head(self, hidden: Tensor) -> Tensor:

@@ -11,17 +11,19 @@ This is `Layer.__call__` in slow motion, and a test holds the two against each o
 from __future__ import annotations
 
 import copy
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qinfer import ops
 from qinfer.calibrate.block import Batch
+from qinfer.calibrate.rest import made
 from qinfer.model.decoder import Layer
 from qinfer.model.experts import Experts
 from qinfer.model.linear import Linear
-from qinfer.model.parts import Attend
+from qinfer.model.parts import Attend, Mlp
 
 
 class _Through(Linear):
@@ -37,57 +39,72 @@ class _Through(Linear):
 
 def walk(
     layer: Layer, batches: Sequence[Batch], attends: Sequence[Attend]
-) -> Iterator[tuple[str, list[Tensor]]]:
+) -> Iterator[tuple[str, Sequence[Tensor]]]:
     """Yields (group, inputs [T, K] of each batch); between two steps `set_linear` may change that group's.
 
-    `attends` are the batches' attention. The batches' hidden states are replaced when all is done.
+    `attends` are the batches' attention. The batches' hidden states are replaced on the way: by the stream
+    between attention and MLP, and at the end by the layer's output.
     """
-    config, mlp = layer.config, layer.mlp
+    config, mlp, rest, count = layer.config, layer.mlp, batches[0].rest, len(batches)
     eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
-    inputs = [ops.rms_norm(batch.hidden, layer.input_norm, eps, offset=offset) for batch in batches]
+
+    def normed(norm: Tensor, i: int) -> Tensor:
+        return ops.rms_norm(batches[i].hidden, norm, eps, offset=offset)
+
+    inputs = made(partial(normed, layer.input_norm), count, rest)
     yield "qkv", inputs
-    attention = copy.copy(layer.attention)
-    attention.o = _Through()
-    inputs = [
-        ops.scaled(attention(x, batch.rope, attend))
-        for x, batch, attend in zip(inputs, batches, attends, strict=True)
-    ]
+    inputs = made(partial(_context, layer, batches, attends, inputs), count, rest)
     yield "o", inputs
-    streams = []
     for i, batch in enumerate(batches):
         out = _normed(layer, layer.attention_out_norm, layer.attention.o, inputs[i])
-        inputs[i], stream = ops.add_rms_norm(
-            out, batch.hidden, layer.mlp_norm, eps, offset=offset, multiplier=multiplier
-        )
-        streams.append(stream)
+        batch.hidden = torch.add(batch.hidden, out, alpha=multiplier)
+    inputs = made(partial(normed, layer.mlp_norm), count, rest)
     if isinstance(mlp, Experts):
-        outs = yield from _through_experts(mlp, inputs)
-    else:
-        yield "gate_up", inputs
-        inputs = [mlp.activate(mlp.gate_up(x)) for x in inputs]
-        yield "down", inputs
-        outs = [_normed(layer, layer.mlp_out_norm, mlp.down, x) for x in inputs]
-    for out, batch, stream in zip(outs, batches, streams, strict=True):
-        batch.hidden = torch.add(stream, out, alpha=multiplier)
+        yield from _through_experts(layer, mlp, inputs, batches)
+        return
+    yield "gate_up", inputs
+    inputs = made(partial(_inner, mlp, inputs), count, rest)
+    yield "down", inputs
+    for i, batch in enumerate(batches):
+        out = _normed(layer, layer.mlp_out_norm, mlp.down, inputs[i])
+        batch.hidden = torch.add(batch.hidden, out, alpha=multiplier)
+
+
+def _context(
+    layer: Layer, batches: Sequence[Batch], attends: Sequence[Attend], inputs: Sequence[Tensor], index: int
+) -> Tensor:
+    """What attention hands to o_proj."""
+    attention = copy.copy(layer.attention)
+    attention.o = _Through()
+    return ops.scaled(attention(inputs[index], batches[index].rope, attends[index]))
 
 
 def _through_experts(
-    experts: Experts, inputs: list[Tensor]
-) -> Generator[tuple[str, list[Tensor]], None, list[Tensor]]:
+    layer: Layer, experts: Experts, inputs: Sequence[Tensor], batches: Sequence[Batch]
+) -> Iterator[tuple[str, Sequence[Tensor]]]:
     """Each expert's two groups, on all tokens, whoever chose it: none is calibrated on a handful."""
-    weights = [experts.route(x) for x in inputs]
-    outs = [torch.zeros_like(x) for x in inputs]
-    for i, expert in enumerate(experts.experts):
-        yield f"gate_up.{i}", inputs
-        inner = [expert.activate(expert.gate_up(x)) for x in inputs]
-        yield f"down.{i}", inner
-        for out, x, weight in zip(outs, inner, weights, strict=True):
-            y = ops.scaled(expert.down.summand(x)) * weight[:, i, None]
-            out += y.to(out.dtype)
-    return outs
+    rest = batches[0].rest
+    weights, outs = [], []
+    for i, x in enumerate(inputs):
+        weights.append(experts.route(x))
+        outs.append(rest.slot(f"{i:05d}-experts"))
+        outs[-1].put(torch.zeros_like(x))
+    for number, expert in enumerate(experts.experts):
+        yield f"gate_up.{number}", inputs
+        inner = made(partial(_inner, expert, inputs), len(batches), rest)
+        yield f"down.{number}", inner
+        for slot, x, weight in zip(outs, inner, weights, strict=True):
+            y = ops.scaled(expert.down.summand(x)) * weight[:, number, None]
+            slot.put(slot.get() + y.to(x.dtype))
+    for slot, batch in zip(outs, batches, strict=True):
+        batch.hidden = torch.add(batch.hidden, slot.get(), alpha=layer.config.residual_multiplier)
 
 
-def starved(experts: Experts, inputs: list[Tensor]) -> list[int]:
+def _inner(mlp: Mlp, inputs: Sequence[Tensor], index: int) -> Tensor:
+    return mlp.activate(mlp.gate_up(inputs[index]))
+
+
+def starved(experts: Experts, inputs: Sequence[Tensor]) -> list[int]:
     """Experts that the router chose for none of these tokens."""
     chosen = torch.stack([(experts.route(x) > 0).sum(0) for x in inputs]).sum(0)
     return (chosen == 0).nonzero().flatten().tolist()

@@ -95,6 +95,7 @@ def quantize(
     profile: str = "standard",
     overwrite: bool = False,
     resume: bool = True,
+    device: str | None = None,
     sign: str | Path | None = None,
     valid_days: int | None = None,
     revision: str | None = None,
@@ -106,7 +107,8 @@ def quantize(
     Where an earlier call with the same arguments was stopped, this one goes on behind the last layer that is
     finished, unless told not to `resume`; where all were, only the judging is done again, with `overwrite`
     too. With a `budget`, average bits per weight, the units that do most damage get 8 bits; with `until_gate`
-    more and more of them do until the gate passes it. `sign` and `valid_days` are for the certificate, as in
+    more and more of them do until the gate passes it. `device` is "auto" (or None: a GPU where there is one),
+    "cpu", "cuda" or "cuda:N". `sign` and `valid_days` are for the certificate, as in
     `evaluate`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
@@ -133,6 +135,7 @@ def quantize(
         "num_samples": num_samples,
         "max_seq_len": max_seq_len,
         "seed": seed,
+        "device": device,
     }
     call = {**_made_from(source, calibration), **settings, "budget": budget}
     judged: list[GateResult] = []

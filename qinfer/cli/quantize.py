@@ -103,6 +103,9 @@ def quantize(
             help="Go on behind the last layer that this very command finished before it was stopped.",
         ),
     ] = True,
+    device: Annotated[
+        str, typer.Option(help="auto (a GPU where there is one), cpu, cuda or cuda:N.")
+    ] = "auto",
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -131,7 +134,9 @@ def quantize(
                     group_size=group_size,
                     symmetric=symmetric,
                     ranges=ranges,
-                    with_text=kv_scales is not None or budget is not None or until_gate,
+                    with_text=kv_scales is not None,
+                    mixing=budget is not None or until_gate,
+                    device=device,
                     calibration=calibration,
                     num_samples=num_samples,
                     max_seq_len=max_seq_len,
@@ -158,6 +163,7 @@ def quantize(
                     profile=profile,
                     overwrite=overwrite,
                     resume=resume,
+                    device=device,
                     sign=sign,
                     valid_days=valid_days,
                     revision=revision,

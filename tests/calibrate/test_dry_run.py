@@ -11,6 +11,7 @@ from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.dummy import open_dummy
 from qinfer.config import ModelConfig
+from qinfer.engine.footprint import format_size
 from qinfer.errors import UserError
 from qinfer.testing import tiny_config, tiny_model
 from qinfer.tokenizer import Tokenizer
@@ -49,8 +50,29 @@ def test_memory_depends_on_one_layer_and_on_the_text(tmp_path):
     assert needs.memory(replace(work, tokens=0)).keys() <= {"layer in float32", "file tensors", "rounding"}
 
 
+def test_on_a_gpu_lies_one_layer_and_one_batch():
+    config = ModelConfig.from_dict(tiny_config("llama"))
+    here, there = (replace(_work(config, "awq", 1 << 20), on_gpu=gpu) for gpu in (False, True))
+    assert needs.gpu_memory(here) == {}
+    assert needs.gpu_memory(there) == needs.gpu_memory(replace(there, tokens=1 << 21))
+    assert needs.gpu_memory(there)["layer in float32"] == needs.memory(here)["layer in float32"]
+    assert needs.memory(there)["streams"] == there.stream_bytes < needs.memory(here)["streams"]
+    assert needs.memory(replace(there, on_disk=True))["streams"] == 0
+
+
+def test_streams_go_to_the_disk_where_memory_does_not_suffice():
+    work = _work(ModelConfig.from_dict(tiny_config("llama")), "awq", 1 << 20)
+    here = sum(needs.memory(work).values())
+    assert not needs.spills(work, 2 * here)
+    assert needs.spills(work, here)
+    assert not needs.spills(replace(work, tokens=0), 1)  # no streams to spill
+    spilled = replace(work, on_disk=True)
+    assert sum(needs.memory(spilled).values()) < here / 10
+    assert needs.disk(spilled)["streams"] - needs.disk(work)["streams"] == work.stream_bytes
+
+
 def _work(config, scheme, tokens):
-    return needs.Work(config, settle(config, scheme), tokens, 512, 2048, 2)
+    return needs.Work(config, settle(config, scheme), tokens, 512, 2)
 
 
 def test_time_counts_what_methods_do():
@@ -61,8 +83,10 @@ def test_time_counts_what_methods_do():
     assert efforts["awq"].products > efforts["int8"].products > efforts["gptq"].products / 2
     assert efforts["gptq"].float32 > efforts["int8"].float32 == 0
     assert all(effort.passes > rtn.passes for effort in efforts.values())
-    speed = pace.Pace(10.0, 20.0, 30.0)
-    assert pace.Effort(100.0, 100.0, 90.0).seconds(speed) == 18.0
+    assert efforts["gptq"].calls > efforts["awq"].calls > efforts["int8"].calls > rtn.calls > 0
+    assert all(effort.copies > rtn.copies > 0 for effort in efforts.values())
+    speed = pace.Pace(10.0, 20.0, 30.0, 50.0, 4.0)
+    assert pace.Effort(100.0, 100.0, 90.0, 100.0, 4.0).seconds(speed) == 21.0
 
 
 def test_pace_is_measured(monkeypatch):
@@ -88,14 +112,18 @@ def test_refuses_what_the_run_refuses(settings, message, tmp_path):
 
 def test_a_configuration_is_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
-    settings = {"scheme": "awq", "num_samples": 3, "max_seq_len": 10}
+    settings = {"scheme": "awq", "num_samples": 3, "max_seq_len": 10, "device": "cpu"}
     planned = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", calibration="text.txt", **settings)
     assert planned.tokens == 30
     assert "writes some of the text itself" not in planned.to_text()
     itself = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", **settings)
     assert "the model writes some of the text itself" in itself.to_text()
-    assert replace(itself, source_bytes=10**12).peak == itself.process + 10**12
+    assert replace(itself, whole=10**12).peak == itself.process + 10**12
+    mixed = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", calibration="t.txt", mixing=True, **settings)
+    assert mixed.whole == 4 * _numbers(open_dummy(tmp_path))
+    assert "what its layers do is measured first" in mixed.to_text()
     assert planned.peak == planned.process + sum(planned.memory.values())
+    assert (planned.device, planned.gpu_peak) == ("cpu", 0)
     text = planned.to_text()
     assert "w4a16 g64 asym by awq, 2 layers, 30 tokens of text" in text
     assert [line.split()[0] for line in text.splitlines()[1:6]] == ["time", "RAM", "VRAM", "disk", "files"]
@@ -103,4 +131,18 @@ def test_a_configuration_is_enough(tmp_path):
     assert "RAM does not suffice" in short
     assert "the disk does not suffice" in short
     assert "1 layers are finished" in short
+    on_gpu = replace(planned, gpu_process=2 << 20, gpu_memory={"layer": 1 << 20}, gpu_memory_free=1 << 30)
+    assert on_gpu.gpu_peak == 3 << 20
+    line = next(line for line in on_gpu.to_text().splitlines() if "VRAM" in line)
+    sizes = {size: format_size(size << 20) for size in (1, 2, 3, 1024)}
+    assert line.split(maxsplit=1)[1] == (
+        f"{sizes[3]}  of {sizes[1024]} free: {sizes[2]} the process + {sizes[1]} layer"
+    )
+    assert "VRAM does not suffice" not in on_gpu.to_text()
+    assert "VRAM does not suffice" in replace(on_gpu, gpu_memory_free=1 << 20).to_text()
+    assert replace(on_gpu, whole=100 << 20).gpu_peak == 102 << 20
     assert not (tmp_path / "out.partial").exists()
+
+
+def _numbers(checkpoint):
+    return sum(torch.Size(checkpoint.header(name)[0]).numel() for name in checkpoint.names())
