@@ -16,7 +16,8 @@ import qinfer
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "calibrate", "evals")
 TORCH_FREE = tuple(
-    f"qinfer.engine.{name}" for name in ("request", "pages", "scheduler", "plan", "memory", "footprint")
+    f"qinfer.engine.{name}"
+    for name in ("request", "pages", "scheduler", "plan", "memory", "footprint", "roster")
 )
 
 

@@ -8,15 +8,44 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from qinfer.engine.options import StepLimits
 from qinfer.engine.request import Request, StopRules
 from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing transformers
+if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch and transformers
+    from qinfer.engine.continuation import Continuation
     from qinfer.tokenizer import Tokenizer
+
+
+class Admission(NamedTuple):
+    """What a model and its engine let in; `capacity` is the pool's, in tokens."""
+
+    limits: StepLimits
+    capacity: int
+    vocab_size: int
+    max_logprobs: int
+    policy: str
+    tokenizer: Tokenizer | None
+
+    def request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        continuation: Continuation | None,
+    ) -> Request:
+        """A request that can be run; UserError where it cannot be."""
+        check_priority(priority, self.policy)
+        ids = check_prompt(prompt_token_ids, self.vocab_size)
+        check_fits(len(ids), self.limits, self.capacity, room=continuation is None)
+        check_params(params, self.vocab_size, self.max_logprobs, has_tokenizer=self.tokenizer is not None)
+        request = make_request(request_id, ids, params, self.limits, self.tokenizer, self.vocab_size)
+        request.priority, request.continuation = priority, continuation
+        return request
 
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:

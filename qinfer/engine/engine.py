@@ -23,45 +23,35 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qinfer.engine import admission
+from qinfer.engine.admission import Admission
 from qinfer.engine.books import Books
-from qinfer.engine.continuation import Continuation, score_continuations
+from qinfer.engine.continuation import Continuation
 from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineOptions, EngineStats, StepCounts, StepLimits, settle_limits
 from qinfer.engine.pages import PagePool
-from qinfer.engine.plan import StepPlan
 from qinfer.engine.pooling import Pool, Pooling
-from qinfer.engine.request import Request
 from qinfer.engine.request import Sequence as TokenSequence
-from qinfer.engine.runner import Launched, Runner, StepRunner
-from qinfer.engine.sampler import Sampled, Spell, draw_of, sample, slice_rows
+from qinfer.engine.roster import Roster, outputs_of
+from qinfer.engine.runner import Runner, StepRunner
+from qinfer.engine.sampler import Sampled, Spell, slice_rows
 from qinfer.engine.scheduler import Scheduler
-from qinfer.engine.scoring import LOGIT_ROWS, score_prompt, text_hidden
+from qinfer.engine.scoring import LOGIT_ROWS, TextReader
 from qinfer.engine.sizing import size_pool
+from qinfer.engine.steps import Step, UnderWay, launch, run
 from qinfer.engine.structured import Grammars
 from qinfer.engine.warmup import make_ready
 from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.outputs import RequestOutput
-from qinfer.sampling_params import RequestOutputKind, SamplingParams
+from qinfer.sampling_params import SamplingParams
 from qinfer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-
-class _UnderWay(NamedTuple):
-    """A step that was launched and is not yet booked; `sequences` are those of its chunks."""
-
-    plan: StepPlan
-    sequences: list[TokenSequence]
-    launched: Launched
 
 
 class Engine:
@@ -103,21 +93,23 @@ class Engine:
         self.runner = runner
         self.pages = PagePool(num_pages, page_size, caching=options.enable_prefix_caching)
         self.scheduler = Scheduler(self.limits, self.pages)
-        self._tokenizer = tokenizer
+        self._reader = TextReader(runner, self.pages, self.limits, config.vocab_size)
         self._spell: Spell | None = tokenizer.token_str if tokenizer else None
         self.vocab_size = config.vocab_size
         self._logit_rows = slice_rows(config.vocab_size) if on_gpu else LOGIT_ROWS
-        self._max_logprobs = options.max_logprobs
-        self._policy = options.scheduling_policy
+        self._admission = Admission(
+            self.limits,
+            num_pages * page_size,
+            config.vocab_size,
+            options.max_logprobs,
+            options.scheduling_policy,
+            tokenizer,
+        )
         self._seeds = random.Random(options.seed)
-        self._seq_ids = count()
-        self._requests: dict[str, Request] = {}
-        self._sequences: dict[int, TokenSequence] = {}
+        self._roster = Roster()
         self._books = Books(tokenizer)
         self.grammars = Grammars(tokenizer, config.vocab_size)
-        self._under_way: _UnderWay | None = None
-        self._may_look_back: set[str] = set()  # requests of which a sequence may
-        self._scored_pages: list[int] = []  # held by prompt_logits
+        self._under_way: UnderWay | None = None
 
     def add(
         self,
@@ -140,35 +132,19 @@ class Engine:
         `continuation`, whose tokens but for the last are the end of the prompt, and which is scored.
         Raises UserError for what cannot be run: a known id, ids out of range, a prompt that never fits.
         """
-        admission.check_priority(priority, self._policy)
-        if request_id in self._requests:
+        if request_id in self._roster.requests:
             raise UserError(
                 f"request id {request_id!r} is in use: wait for it or choose another", "request_id"
             )
-        prompt_ids = admission.check_prompt(prompt_token_ids, self.vocab_size)
-        capacity = self.pages.num_pages * self.limits.block_size
-        admission.check_fits(len(prompt_ids), self.limits, capacity, room=continuation is None)
-        has_tokenizer = self._tokenizer is not None
-        admission.check_params(params, self.vocab_size, self._max_logprobs, has_tokenizer=has_tokenizer)
-        request = admission.make_request(
-            request_id, prompt_ids, params, self.limits, self._tokenizer, self.vocab_size
-        )
+        request = self._admission.request(request_id, prompt_token_ids, params, priority, continuation)
         structured = params.structured_outputs
         constraints = [self.grammars.start(structured) if structured else None for _ in range(params.n)]
-        request.prompt, request.salt, request.priority = prompt, cache_salt or "", priority
+        request.prompt, request.salt = prompt, cache_salt or ""
         request.pool = Pool(pooling) if pooling else None
-        request.continuation = continuation
         request.metrics.arrival_time = time.time() if arrival_time is None else arrival_time
         request.metrics.queued_ts = time.monotonic()
-        self._requests[request_id] = request
-        if request.looks_back or request.rules.min_tokens:
-            self._may_look_back.add(request_id)
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        for index in range(params.n):
-            seq = TokenSequence(next(self._seq_ids), request, index, seed + index, list(prompt_ids))
-            seq.constraint = constraints[index]
-            request.sequences.append(seq)
-            self._sequences[seq.seq_id] = seq
+        for seq in self._roster.enter(request, seed, constraints):
             self.scheduler.add(seq)
 
     def step(self) -> list[RequestOutput]:
@@ -182,35 +158,34 @@ class Engine:
         changed = self.scheduler.take_outgrown()
         for seq in changed:
             self._end(seq)
-        sequences = self._sequences_of(plan)
+        step = Step(plan, self._roster.sequences_of(plan))
         before, self._under_way = self._under_way, None
-        at_once = not self.runner.overlaps or self._looks_back(sequences)
-        if sequences and not at_once:
-            self._under_way = self._launch(plan, sequences)
+        at_once = not self.runner.overlaps or self._roster.looks_back(step.sequences)
+        if step.sequences and not at_once:
+            self._under_way = launch(step, self.runner)
         if before is not None:
-            changed += self._book(before)
-        if sequences and at_once:
-            changed += self._run(plan, sequences)
+            changed += self._book(before.step, before.sampled())
+        if step.sequences and at_once:
+            changed += self._book(step, run(step, self.runner, self._logit_rows, self._spell))
         if not self.has_unfinished():
             self._under_way = None  # it brings nothing that anybody waits for
-            self.pages.check([self._scored_pages])
-        return self._outputs(changed)
+            self.pages.check([self._reader.held])
+        return outputs_of(changed)
 
     def abort(self, request_id: str) -> None:
         """Ends a request without an output; an unknown or finished one is no mistake."""
-        request = self._requests.get(request_id)
+        request = self._roster.requests.get(request_id)
         if request is None:
             return
         for seq in request.sequences:
             if seq.finish_reason is None:
                 self.scheduler.finish(seq, "abort")
             self._books.forget(seq)
-            self._sequences.pop(seq.seq_id, None)
-        self._forget(request)
+            self._roster.strike(seq)
 
     def has_unfinished(self) -> bool:
         """Whether another step has anything to do."""
-        return bool(self._requests)
+        return bool(self._roster.requests)
 
     def reset_prefix_cache(self) -> bool:
         """Empties the prefix cache; running requests keep what they hold. Always succeeds."""
@@ -221,21 +196,12 @@ class Engine:
     def prompt_hidden(self, token_ids: Sequence[int]) -> Iterator[Tensor]:
         """Hidden states of every position of a text after the final norm, in order, as chunks [T, H].
 
-        They go through the same pages and ops as a request's prompt, in chunks of max_num_batched_tokens,
-        without the prefix cache. Raises UserError where the text does not fit, or requests are running.
+        They go through the same pages and ops as a request's prompt, without the prefix cache. Raises
+        UserError where the text does not fit, or requests are running.
         """
-        ids = admission.check_prompt(token_ids, self.vocab_size)
-        capacity = min(self.pages.num_pages * self.limits.block_size, self.limits.max_model_len)
-        if len(ids) > capacity:
-            raise UserError(f"{len(ids)} tokens are more than the {capacity} that fit", "token_ids")
-        if self.has_unfinished() or self._scored_pages:
+        if self.has_unfinished() or self._reader.held:
             raise UserError("scoring a text needs an idle engine: wait for the requests that are running")
-        pages = self._scored_pages = self.pages.allocate(self.pages.pages_for(len(ids)))
-        try:
-            yield from text_hidden(self.runner, self.limits, pages, ids)
-        finally:
-            self.pages.release(pages)
-            self._scored_pages = []
+        yield from self._reader.hidden(token_ids)
 
     @torch.inference_mode()
     def prompt_logits(
@@ -267,47 +233,10 @@ class Engine:
             last_step=self._books.last_step,
         )
 
-    def _sequences_of(self, plan: StepPlan) -> list[TokenSequence]:
-        """Of the chunks, stamped where it is their first step."""
-        now = time.monotonic()
-        sequences = [self._sequences[chunk.seq_id] for chunk in plan.chunks]
-        for seq in sequences:
-            if not seq.request.metrics.scheduled_ts:
-                seq.request.metrics.scheduled_ts = now
-        return sequences
-
-    def _looks_back(self, sequences: list[TokenSequence]) -> bool:
-        return bool(self._may_look_back) and any(seq.looks_back for seq in sequences)
-
-    def _launch(self, plan: StepPlan, sequences: list[TokenSequence]) -> _UnderWay:
-        """Starts a plan, tokens included."""
-        draw = draw_of(_sampled_of(plan, sequences))
-        token_ids = {seq.seq_id: seq.token_ids for seq in sequences}
-        return _UnderWay(plan, sequences, self.runner.launch(plan, token_ids, draw))
-
-    def _book(self, step: _UnderWay) -> list[TokenSequence]:
-        """Waits for a step and books it; returns the sequences that it changed."""
-        sampled = [Sampled(max(token, 0), broken=token < 0) for token in step.launched.tokens()]
+    def _book(self, step: Step, sampled: list[Sampled]) -> list[TokenSequence]:
+        """Books a step and its tokens, but for sequences that have ended meanwhile; returns the others."""
         self._books.count(step.plan, step.sequences)
-        return self._commit(step.plan, _sampled_of(step.plan, step.sequences), sampled)
-
-    def _run(self, plan: StepPlan, sequences: list[TokenSequence]) -> list[TokenSequence]:
-        """Runs and books a plan; returns the sequences that it changed."""
-        scored = frozenset(seq.seq_id for seq in sequences if seq.scores_prompt)
-        out = self.runner.run(plan, {seq.seq_id: seq.token_ids for seq in sequences}, scored)
-        score_continuations(plan, sequences, out, self.runner, self._logit_rows)
-        for seq, chunk in zip(sequences, plan.chunks, strict=True):
-            if seq.seq_id in scored and seq.request.continuation is None:
-                hidden = out.hidden[seq.seq_id]
-                score_prompt(seq.request, chunk, hidden, self.runner, self._logit_rows, self._spell)
-        self._books.count(plan, sequences)
-        ready = _sampled_of(plan, sequences)
-        return self._commit(plan, ready, sample(out.logits, ready, self._spell) if ready else [])
-
-    def _commit(
-        self, plan: StepPlan, ready: list[TokenSequence], sampled: list[Sampled]
-    ) -> list[TokenSequence]:
-        """Books a step's tokens, but for sequences that have ended meanwhile; returns the others."""
+        ready = step.ready
         results = {
             seq.seq_id: result
             for seq, result in zip(ready, sampled, strict=True)
@@ -315,7 +244,7 @@ class Engine:
         }
         tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
         now = time.monotonic()
-        for seq in self.scheduler.commit(plan, tokens):
+        for seq in self.scheduler.commit(step.plan, tokens):
             stop = self._books.take(seq, results[seq.seq_id], now)
             if stop is not None:
                 self.scheduler.finish(seq, "stop", stop)
@@ -332,28 +261,4 @@ class Engine:
     def _end(self, seq: TokenSequence) -> None:
         """Last things of a sequence that the scheduler has ended."""
         self._books.end(seq)
-        self._sequences.pop(seq.seq_id, None)
-        if seq.request.finished:
-            self._forget(seq.request)
-
-    def _forget(self, request: Request) -> None:
-        self._requests.pop(request.request_id, None)
-        self._may_look_back.discard(request.request_id)
-
-    def _outputs(self, changed: list[TokenSequence]) -> list[RequestOutput]:
-        final = RequestOutputKind.FINAL_ONLY
-        requests = dict.fromkeys(
-            seq.request
-            for seq in changed
-            if seq.finish_reason is not None or seq.request.params.output_kind is not final
-        )
-        return [
-            request.output()
-            for request in requests
-            if request.params.output_kind is not final or request.finished
-        ]
-
-
-def _sampled_of(plan: StepPlan, sequences: list[TokenSequence]) -> list[TokenSequence]:
-    """Those of a plan's sequences that get a token, in its order."""
-    return [seq for seq, chunk in zip(sequences, plan.chunks, strict=True) if chunk.sample]
+        self._roster.strike(seq)

@@ -27,7 +27,7 @@ def say(make_engine: Callable[..., Engine], generate: Generate) -> Callable[...,
 
 
 def engine_tokenizer(make_engine: Callable[..., Engine]) -> Any:
-    return make_engine()._tokenizer
+    return make_engine()._admission.tokenizer
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -75,7 +75,7 @@ def run(
         engine.pages.check([seq.pages for seq in engine.scheduler.running])
         step += 1
     assert engine.pages.num_free == engine.pages.num_pages
-    assert (engine._sequences, engine._requests, engine._under_way) == ({}, {}, None)
+    assert (engine._roster.sequences, engine._roster.requests, engine._under_way) == ({}, {}, None)
     assert sorted(engine.scheduler._lanes) == list(range(engine.limits.max_num_seqs))
     return outputs
 

@@ -209,12 +209,12 @@ def test_cumulative_logprob_is_the_sum(make_engine: Callable[..., Engine], gener
 def test_bad_words_never_appear(make_engine: Callable[..., Engine], generate: Generate) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     free = generate(make_engine(), [[70, 71, 72]], params)["0"].outputs[0]
-    word = make_engine()._tokenizer.decode(free.token_ids[3:4])
+    word = make_engine()._admission.tokenizer.decode(free.token_ids[3:4])
     if not word.strip() or "\ufffd" in word:
         word = "e"
     params.bad_words = [word]
     barred = generate(make_engine(), [[70, 71, 72]], params)["0"].outputs[0]
-    assert make_engine()._tokenizer.encode(word)[0] not in barred.token_ids
+    assert make_engine()._admission.tokenizer.encode(word)[0] not in barred.token_ids
 
 
 def test_named_tokens_are_told_beside_the_likeliest() -> None:

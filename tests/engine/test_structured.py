@@ -41,18 +41,18 @@ def asks(seed: int = 0, max_tokens: int = 200, n: int = 1, **form: Any) -> Sampl
 
 def allowed(engine: Engine, request_id: str = "0") -> list[set[int]]:
     """Ids that the grammar leaves to each sequence of a request."""
-    sequences = engine._requests[request_id].sequences
+    sequences = engine._roster.requests[request_id].sequences
     rows = constrain(torch.zeros(len(sequences), VOCAB), sequences)
     return [set(torch.isfinite(row).nonzero().flatten().tolist()) for row in rows]
 
 
 def test_bits_are_those_of_brute_force(make_engine: MakeEngine) -> None:
     engine = make_engine()
-    tokenizer = engine._tokenizer
+    tokenizer = engine._admission.tokenizer
     assert tokenizer is not None
     spelled = {token: tokenizer.token_bytes(token) for token in set(range(VOCAB)) - tokenizer.special_ids}
     engine.add("0", [65], asks(n=len(COLOURS), choice=COLOURS))
-    sequences = engine._requests["0"].sequences
+    sequences = engine._roster.requests["0"].sequences
     said = [b""] * len(COLOURS)
     while any(seq.token_ids[-1] not in tokenizer.eos_token_ids for seq in sequences):
         found = allowed(engine)
@@ -155,7 +155,7 @@ def test_a_grammar_that_fails_ends_its_own_request(make_engine: MakeEngine, capl
     engine = make_engine()
     engine.add("bad", [65], asks(regex="a+"))
     engine.add("good", [65], asks(regex="a{5}"))
-    constraint = engine._requests["bad"].sequences[0].constraint
+    constraint = engine._roster.requests["bad"].sequences[0].constraint
     assert constraint is not None
     assert not constraint.matcher.consume_token(66)
     finished = {}
