@@ -26,7 +26,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import MEASURED, table_of
-from qinfer.kernels.split_k_triton import check, launch_options, same_code, splits_of, sum_of_parts
+from qinfer.kernels.split_k_triton import (
+    check,
+    fetch_panels,
+    launch_options,
+    same_code,
+    splits_of,
+    sum_of_parts,
+)
 from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w4a16_unpack_triton import pairs_first
 from qinfer.kernels.w8a16_warps_triton import by_warps
@@ -89,7 +96,7 @@ def run(
         few = entry["BM"] == 8
         rows = x if few else TensorDescriptor.from_tensor(x, [entry["BM"], min(entry["BK"], 128)])
         options |= {"EVEN": k % 128 == 0, "WIDE": WIDE.get(x.dtype, tl.float32), "ASM": x.is_cuda}
-        product[(tiles, splits)](rows, weight, *given, m, n, k, x.stride(0), **options)
+        product[(tiles, splits)](rows, weight, *given, m, n, k, x.stride(0), **{"AHEAD": 0, **options})
     if not lead or in_parts:
         return out
     return sum_of_parts(out, bias, x.dtype, entry["EARLY"] > 0)
@@ -152,7 +159,7 @@ def offline_variants() -> Iterator[Variant]:
 def _variant(op: str, dtype: str, entry: dict[str, Any]) -> Variant:
     warps, few = "BY_WARPS" in entry, entry["BM"] == 8
     kernel = by_warps if warps else product
-    types = dict.fromkeys(("M", "N", "K", "x_stride", "steps"), "i32")
+    types = dict.fromkeys(("M", "N", "K", "x_stride", "steps", "AHEAD"), "i32")
     types |= {"w": "*i32", "scale": "*fp32", "bias": "*fp32"}
     types["x"] = f"*{dtype}" if few else f"tensordesc<{dtype}{[entry['BM'], min(entry.get('BK', 128), 128)]}>"
     types["out"] = "*fp32" if entry["SPLITS"] > 1 else f"*{dtype}"
@@ -182,13 +189,14 @@ def multiplications_done():
     )
 
 
-@triton.jit(do_not_specialize=["M"])
-def product(x, w, scale, bias, out, M, N, K, x_stride, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-            BIAS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit(do_not_specialize=["M", "AHEAD"])
+def product(x, w, scale, bias, out, M, N, K, x_stride, AHEAD, BM: tl.constexpr, BN: tl.constexpr,
+            BK: tl.constexpr, BIAS: tl.constexpr, FP8: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
             ASM: tl.constexpr, EARLY: tl.constexpr):  # fmt: skip
     """x [M, K]: a descriptor in blocks of [BM, min(BK, 128)]; w: fragments, int32 [ceil(K / 128), N, 32].
 
-    Grid (tiles, parts); BK is 64, 128 or 256. Of parts more than one, out is float32 [parts, M, N].
+    Grid (tiles, parts); BK is 64, 128 or 256. Of parts more than one, out is float32 [parts, M, N]. AHEAD:
+    panels of the weight that a program asks the L2 cache for before it waits for x.
     BM = 8, for which x is a pointer, takes the older tensor instruction, which is content with 8 columns.
     """
     FEW: tl.constexpr = BM == 8
@@ -199,9 +207,12 @@ def product(x, w, scale, bias, out, M, N, K, x_stride, BM: tl.constexpr, BN: tl.
     part, parts = tl.program_id(1), tl.num_programs(1)
     row = tl.program_id(0) % num_m * BM
     col = tl.program_id(0) // num_m * BN
+    first, last = part * steps // parts, (part + 1) * steps // parts
     if EARLY:
         if EARLY == 1:
             cuda.gdc_launch_dependents()
+        end = tl.minimum(tl.cdiv(last * BK, 128), tl.cdiv(K, 128))
+        fetch_panels(w.to(tl.pointer_type(tl.int8), bitcast=True), first * BK // 128, end, AHEAD, N, col, BN)
         cuda.gdc_wait()
     rows = row + tl.arange(0, BM)
     cols = col + tl.arange(0, BN)
@@ -211,7 +222,7 @@ def product(x, w, scale, bias, out, M, N, K, x_stride, BM: tl.constexpr, BN: tl.
     if FEW:
         xp = x + rows.to(tl.int64)[:, None] * x_stride + inputs[None, :]
     acc = tl.zeros((BN, BM), tl.float32)
-    for step in range(part * steps // parts, (part + 1) * steps // parts):
+    for step in range(first, last):
         for i in tl.static_range(BK // LOAD):
             load = step * (BK // LOAD) + i
             if FEW:
