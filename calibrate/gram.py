@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 _BLOCKS = 4  # of a row: 10 of 16 products are made, for 1536 columns products still large enough
-_TOKENS = 4096  # widened at a time
+_TOKENS = 2048  # widened at a time
 _ROWS = 1024  # of a gram's lower half filled at a time
 
 
@@ -126,7 +126,11 @@ class _AbsMax:
         self._largest: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        self._largest.append(x.abs().amax(0))
+        if x.element_size() != 2:
+            self._largest.append(x.abs().amax(0))
+            return
+        # without their signs numbers are in the order of their bits, and a CPU compares integers 5x as fast
+        self._largest.append((x.view(torch.int16) & 0x7FFF).amax(0).view(x.dtype))
 
     def total(self) -> Tensor:
         return torch.stack(self._largest).amax(0).float()
@@ -172,8 +176,8 @@ class _Gram:
         with _exact_products_of(x):
             for part in _portions(x):
                 for start in range(0, width, step):
-                    block = part[:, start : start + step].T @ part[:, start:]
-                    self._total[start : start + step, start:] += block
+                    stop = start + step
+                    self._total[start:stop, start:].addmm_(part[:, start:stop].T, part[:, start:])
 
     def total(self) -> Tensor:
         """Only once: the lower half is filled in place, as a second matrix may be gigabytes."""
