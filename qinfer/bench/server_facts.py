@@ -19,12 +19,19 @@ _TOLD = ("quantization", "weight_bits", "kv_cache_dtype", "backend")
 
 
 async def wait_until_ready(address: Address, headers: dict[str, str], timeout: float) -> None:
-    """Returns when /v1/models is answered with 200; UserError when `timeout` seconds have passed before."""
+    """Returns when /v1/models is answered with 200; UserError when `timeout` seconds have passed before.
+
+    At once where a key is wanted that was not given: no waiting helps.
+    """
     end = time.monotonic() + timeout
     while True:
         said = await status_of(address, "GET", "/v1/models", headers)
         if said == 200:
             return
+        if said in (401, 403):
+            raise UserError(
+                f"/v1/models answers {said}: the server wants another key, give --api-key", "api_key"
+            )
         if time.monotonic() >= end:
             answer = "does not answer" if said is None else f"answers {said}"
             where = f"{address.host}:{address.port}"
@@ -77,3 +84,9 @@ class Counters:
             for name, value in self.values.items()
             if name.endswith("_total")
         }
+
+
+def hit_rate(grown: dict[str, float]) -> float | None:
+    """The share of prompt tokens found in the prefix cache, by what `Counters.since` says; None: unknown."""
+    looked_up = grown.get("qinfer_prefix_cache_queried_tokens_total", 0.0)
+    return grown["qinfer_prefix_cache_hit_tokens_total"] / looked_up if looked_up else None

@@ -8,6 +8,7 @@ the time that a request waits on the client is told; objectives are counted over
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -22,14 +23,17 @@ from qinfer.bench.arrivals import Arrivals
 from qinfer.bench.dataset import Dataset
 from qinfer.bench.prompts import Prompt, texts_of
 from qinfer.bench.sample import Sample, Target, ask, since
-from qinfer.bench.server_facts import Counters, first_model, status_of, wait_until_ready
+from qinfer.bench.server_facts import Counters, first_model, hit_rate, status_of, wait_until_ready
 from qinfer.bench.serving_numbers import METRICS, numbers
 from qinfer.errors import UserError
 from qinfer.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 SCHEMA_VERSION = 1
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _LEAST_WARMUPS = 4
+_MOST_HITS = 0.01  # of prompt tokens that nobody repeats
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,14 @@ async def measure(
     for sample in samples:
         if sample.ok and not sample.output_len:  # the server does not count
             sample.output_len = len(tokenizer.encode(sample.text, add_special_tokens=False))
+    grown = after.since(before)
+    hits = hit_rate(grown)
+    if hits is not None and hits > _MOST_HITS and not dataset.prefix_len:
+        logger.warning(
+            "%.0f %% of the prompts' tokens lay in the server's prefix cache, as after a run with the same "
+            "prompts: what is measured is faster for it; another --seed draws other prompts",
+            100 * hits,
+        )
     document = {
         "schema_version": SCHEMA_VERSION,
         "qinfer_version": __version__,
@@ -107,7 +119,8 @@ async def measure(
         "max_concurrency": load.max_concurrency,
         "warmup": warm,
         **numbers(samples, duration, load.percentiles, load.slo),
-        "server_metrics": after.since(before),
+        "prefix_cache_hit_rate": hits,
+        "server_metrics": grown,
     }
     return document, samples
 

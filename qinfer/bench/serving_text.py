@@ -36,6 +36,8 @@ def to_text(document: Mapping[str, Any], metrics: Sequence[str], percentiles: Se
             ("Steady-state output throughput (tok/s):", steady["output_throughput"]),
             ("Steady-state concurrency:", steady["avg_concurrency"]),
         ]
+    if (hits := document["prefix_cache_hit_rate"]) is not None:
+        rows.append(("Prefix cache hit rate (%):", 100 * hits))
     if document["slo"]:
         rows += [
             ("Request goodput (req/s):", document["request_goodput"]),
