@@ -23,8 +23,9 @@ from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_modules, layer_prefix, layer_tensors
 from qinfer.config import ModelConfig
 from qinfer.model.causal import CausalAttention
-from qinfer.model.decoder import Decoder, Layer
+from qinfer.model.decoder import Decoder
 from qinfer.model.head import make_head
+from qinfer.model.layer import Layer
 from qinfer.model.linear import FileTensors
 from qinfer.model.rotary import Rope
 from qinfer.quant import Dense

@@ -31,8 +31,8 @@ from qinfer.calibrate.stages import get_linear, set_linear, starved, walk
 from qinfer.calibrate.transform import Workbench, transform
 from qinfer.checkpoint.names import layer_groups, layer_prefix, linear_shape
 from qinfer.config import ModelConfig
-from qinfer.model.decoder import Layer
 from qinfer.model.experts import Experts
+from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
 from qinfer.quant import Scheme
 

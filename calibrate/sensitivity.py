@@ -32,7 +32,8 @@ from qinfer.calibrate.stages import get_linear, set_linear
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_groups, layer_prefix
 from qinfer.model.causal import CausalAttention
-from qinfer.model.decoder import Decoder, Layer, load_decoder
+from qinfer.model.decoder import Decoder, load_decoder
+from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
 from qinfer.model.rotary import Rope
 from qinfer.quant import ActivationFormat, Scheme

@@ -20,8 +20,8 @@ from torch import Tensor
 from qinfer import ops
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.rest import made
-from qinfer.model.decoder import Layer
 from qinfer.model.experts import Experts
+from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
 from qinfer.model.parts import Attend, Mlp
 

@@ -26,7 +26,7 @@ from qinfer.calibrate.roundtrip import judged
 from qinfer.calibrate.search import Choice, search_scale
 from qinfer.calibrate.stages import get_linear
 from qinfer.config import ModelConfig
-from qinfer.model.decoder import Layer
+from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
 from qinfer.quant import W4A16, Scheme, W8A8Fp8Static
 

@@ -127,7 +127,7 @@ def test_an_engine_through_the_kernels_answers_like_the_cpu(
 ) -> None:
     folder = tiny_model(family, tmp_path / "m", hidden_size=128, intermediate_size=256)
     if scheme != "dense":
-        monkeypatch.setattr("qinfer.model.decoder._linear", quantized(scheme))
+        monkeypatch.setattr("qinfer.model.layer.file_linear", quantized(scheme))
     expected, expected_tokens = answers(folder, kv)
     asked = request.getfixturevalue("claimed")
     logits, tokens = answers(folder, kv)

@@ -12,7 +12,8 @@ from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import layer_groups, layer_modules, layer_prefix
 from qinfer.errors import CheckpointError
 from qinfer.model.causal import CausalAttention
-from qinfer.model.decoder import Layer, load_decoder, load_layer
+from qinfer.model.decoder import load_decoder
+from qinfer.model.layer import Layer, load_layer
 from qinfer.quant import scheme_by_name
 from qinfer.testing import error_ratio, tiny_model
 
