@@ -87,6 +87,18 @@ class Inputs:
         median = float(self.channel_absmax.median())
         return self.absmax / median if median else 0.0
 
+    def share_beyond(self, limit: float) -> float:
+        """Share of the first tokens' numbers with a magnitude above `limit`."""
+        beyond = sum(int((x.abs().float() > limit).sum()) for x in self.first)
+        return beyond / sum(x.numel() for x in self.first)
+
+    @property
+    def range_used(self) -> float:
+        """What all but one in 10,000 of the first tokens' numbers need of the largest magnitude."""
+        magnitudes = torch.cat([x.abs().flatten() for x in self.first]).float()
+        largest = magnitudes.topk(1 + len(magnitudes) // 10_000).values
+        return float(largest[-1]) / self.absmax if self.absmax else 0.0
+
     def moments(self, group_size: int) -> Tensor:
         """Sum over the tokens of x_g x_g^T for each group of columns: float32 [K / group_size, g, g]."""
         if "gram" in self._known:  # whose blocks on the diagonal they are

@@ -34,7 +34,8 @@ from qinfer.config import ModelConfig
 from qinfer.model.experts import Experts
 from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
-from qinfer.quant import Scheme
+from qinfer.quant import Scheme, W8A8Fp8Static
+from qinfer.quant.rounding import FP8_MAX
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,8 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
         ],
         clipping=rounding.clipping,
         clipped=rounding.clipped,
+        input_clipped=rounding.input_clipped,
+        range_used=rounding.range_used,
         groups={group.name: list(group.modules) for group in layer_groups(plan.config)},
         kv_absmax={name: absmax.tolist() for name, absmax in maxima.items()},
         notes=rounding.notes,
@@ -166,6 +169,8 @@ class _Rounding:
         self.outliers: dict[str, float] = {}
         self.clipping: dict[str, float] = {}
         self.clipped: dict[str, float] = {}
+        self.input_clipped: dict[str, float] = {}
+        self.range_used: dict[str, float] = {}
         self.notes: dict[str, str] = {}
         self._modules = {group.name: group.modules for group in layer_groups(plan.config)}
 
@@ -192,6 +197,10 @@ class _Rounding:
             self.output_errors[group] = _output_error(linear, dense, inputs)
             self.input_absmax[group] = inputs.absmax
             self.outliers[group] = inputs.outliers
+            if isinstance(scheme, W8A8Fp8Static):
+                scale = rounded.linears[self._modules[group][0]]["input_scale"]  # one for all of the group
+                self.input_clipped[group] = inputs.share_beyond(FP8_MAX * float(scale))
+                self.range_used[group] = inputs.range_used
             set_linear(layer, group, linear)
 
 

@@ -25,6 +25,8 @@ class LayerReport:
         default_factory=dict
     )  # by module: error of searched ranges as a share of the full ranges'
     clipped: dict[str, float] = field(default_factory=dict)  # by module: share of weights beyond their range
+    input_clipped: dict[str, float] = field(default_factory=dict)  # by group: inputs beyond a static range
+    range_used: dict[str, float] = field(default_factory=dict)  # by group: what 0.9999 of inputs need of it
     groups: dict[str, list[str]] = field(default_factory=dict)  # group -> its modules
     kv_absmax: dict[str, list[float]] = field(default_factory=dict)  # "k" and "v", by key head
     notes: dict[str, str] = field(default_factory=dict)  # by group, where something was not as usual

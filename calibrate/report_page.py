@@ -18,7 +18,7 @@ PAGE_NAME, MARKDOWN_NAME = "qinfer_report.html", "qinfer_report.md"
 GROUPS = ("qkv", "o", "gate_up", "down")
 _COLUMNS = (
     *("layer", "group", "scheme", "output error", "SQNR dB", "weight error"),
-    *("largest input", "outliers", "clipped", "note"),
+    *("largest input", "outliers", "weights clipped", "inputs clipped", "range used", "note"),
 )
 _TOLD = (  # of the settings, in this order; others are in the JSON
     ("source", "model"),
@@ -54,9 +54,10 @@ def html(report: QuantizeReport) -> str:
         *_figures(report),
         "<h2>Layer by layer</h2>",
         '<p class="quiet">Errors are relative, on calibration inputs; SQNR is of the output; outliers are '
-        "the largest channel's magnitude over the median channel's; clipped is the share of weights beyond "
-        "their range.</p>",
-        table(_COLUMNS, rows, range(3, 9)),
+        "the largest channel's magnitude over the median channel's; clipped is the share of numbers beyond "
+        "their range. Inputs whose scale is made anew for every token are never clipped; where it is static, "
+        "the range used is what all but one in 10,000 need of it.</p>",
+        table(_COLUMNS, rows, range(3, 11)),
         f"<h2>Checked before the files appeared</h2><ul>{checks}</ul>",
         f"<h2>To get the same files</h2>{table(('setting', ''), settings)}",
     ]
@@ -117,6 +118,8 @@ def _values(layer: LayerReport, group: str) -> list[float | None]:
         layer.input_absmax.get(group),
         layer.outliers.get(group),
         sum(clipped) / len(clipped) if clipped else None,
+        layer.input_clipped.get(group),
+        layer.range_used.get(group),
     ]
 
 

@@ -100,6 +100,30 @@ def test_clipped_weights_are_counted(folder):
     assert any(share > 0 for layer in report.layers for share in layer.clipped.values())
 
 
+def test_inputs_beyond_a_static_range_are_counted(tmp_path):
+    source = tiny_model("llama", tmp_path / "source", dtype="bfloat16")
+    job = pipeline.prepare(
+        open_checkpoint(source),
+        Tokenizer.load(source),
+        tmp_path / "out",
+        scheme="w8a8-fp8-static",
+        calibration=TEXT,
+        max_seq_len=48,
+    )
+    report = pipeline.run(replace(job, dtype=torch.float32), progress=False)
+    result = open_checkpoint(tmp_path / "out")
+    for i, layer in enumerate(report.layers):
+        for group, modules in layer.groups.items():
+            scale = float(result.tensor(f"model.layers.{i}.{modules[0]}.input_scale"))
+            beyond = layer.input_absmax[group] > 448 * scale  # the stored scale was rounded down
+            assert (layer.input_clipped[group] > 0) == beyond
+            assert layer.input_clipped[group] < 1e-3
+            assert 0.2 < layer.range_used[group] <= 1
+    assert any(share > 0 for layer in report.layers for share in layer.input_clipped.values())
+    number = report.layers[0].range_used["down"]
+    assert f'<td class="n">{number:.4g}</td>' in html(report)
+
+
 def test_a_run_without_text_has_a_page_too(tmp_path):
     source = tiny_model("phi3", tmp_path / "source")
     job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), tmp_path / "out", scheme="fp8")
