@@ -51,11 +51,23 @@ def ring(x, w, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def copy_tiles(x, w, xs, ws, ready, empty, M, N, K, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
                GROUP: gl.constexpr, SPLITS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """The copying warp: fills the next buffer as soon as both groups have emptied it."""
+    """The copying warp: fills the next buffer as soon as both groups have emptied it.
+
+    With EARLY, what the buffers hold of the weight comes while the kernel in front still works on x.
+    """
     num_m = gl.cdiv(M, BM)
     num_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, 128)
     count = 0
+    soon = 0
+    if EARLY:
+        pm, pn = tile_at(gl.program_id(0) % (num_m * num_n), num_m, num_n, GROUP)
+        split = gl.program_id(0) // (num_m * num_n)
+        begin = split * steps // SPLITS
+        soon = gl.minimum((split + 1) * steps // SPLITS - begin, STAGES)
+        for i in range(soon):
+            mbarrier.expect(ready.index(i), (BM + BN) * 128)
+            copy_in(w, [(begin + i) * N + pn * BN, 0], ready.index(i), ws.index(i))
     wait_for_previous(EARLY)
     for unit in range(gl.program_id(0), num_m * num_n * SPLITS, gl.num_programs(0)):
         pm, pn = tile_at(unit % (num_m * num_n), num_m, num_n, GROUP)
@@ -63,9 +75,10 @@ def copy_tiles(x, w, xs, ws, ready, empty, M, N, K, BM: gl.constexpr, BN: gl.con
         for step in range(split * steps // SPLITS, (split + 1) * steps // SPLITS):
             stage = count % STAGES
             mbarrier.wait(empty.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), (BM + BN) * 128)
+            late = count >= soon
+            mbarrier.expect(ready.index(stage), (BM + BN) * 128, pred=late)
             copy_in(x, [pm * BM, step * 128], ready.index(stage), xs.index(stage))
-            copy_in(w, [step * N + pn * BN, 0], ready.index(stage), ws.index(stage))
+            copy_in(w, [step * N + pn * BN, 0], ready.index(stage), ws.index(stage), pred=late)
             count += 1
 
 
