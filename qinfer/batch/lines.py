@@ -17,17 +17,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from qinfer.errors import UserError
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.errors import Failure, invalid
 from qinfer.server.options import MAX_BODY_BYTES
-from qinfer.server.protocol import CompletionRequest
+from qinfer.server.protocol import CompletionRequest, OpenBody
 from qinfer.server.responses_protocol import ResponsesRequest
 
-BODIES: dict[str, type[BaseModel]] = {
+BODIES: dict[str, type[OpenBody]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/embeddings": EmbeddingsRequest,
@@ -116,7 +116,7 @@ def _bare(entry: dict[str, Any], place: int, number: int, size: int) -> Line:
     return Line(place, number, custom_id, url, entry, size)
 
 
-def request_of(line: Line, model_names: Collection[str]) -> BaseModel | Failure:
+def request_of(line: Line, model_names: Collection[str]) -> OpenBody | Failure:
     """The line's body as its route takes it, or what the server would say of it."""
     if line.body.get("stream"):
         return Failure(400, "a line of a batch cannot stream: leave out stream", "stream")

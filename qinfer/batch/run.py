@@ -26,7 +26,7 @@ from qinfer.server import chat, completions, embeddings, responses
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.errors import Failure, failure_of
-from qinfer.server.protocol import CompletionRequest
+from qinfer.server.protocol import CompletionRequest, OpenBody
 from qinfer.server.response_store import ResponseStore
 from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState
@@ -126,7 +126,8 @@ class Batch:
             return Outcome(line, request_id, None, failure)
         return Outcome(line, request_id, bytes(answer.body).decode(), None)
 
-    async def _route(self, request: object, request_id: str) -> Response:
+    async def _route(self, request: OpenBody, request_id: str) -> Response:
+        self.state.ignored.note(request)
         match request:
             case ChatRequest():
                 return await chat.answer(self.state, request, request_id)

@@ -20,18 +20,19 @@ from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineDeadError
 from qinfer.evals.certificate import GateStatus
-from qinfer.server import chat, completions, embeddings, errors, tokens
+from qinfer.server import chat, completions, embeddings, errors, ignored, tokens
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.door import Door, PassDoor
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.exposition import make_registry
 from qinfer.server.http_metrics import HttpMetrics
 from qinfer.server.live import live_routes
+from qinfer.server.load_report import load_report
 from qinfer.server.metrics import ServerMetrics
 from qinfer.server.middleware import OPEN_PATHS, BoundBody, RequestFrame, RequireKey
 from qinfer.server.options import ServerOptions
 from qinfer.server.page import page_routes
-from qinfer.server.protocol import CompletionRequest
+from qinfer.server.protocol import CompletionRequest, PriorityHeader
 from qinfer.server.response_routes import STREAMED, response_routes
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import while_connected
@@ -101,10 +102,11 @@ def _add_layers(app: FastAPI, state: ServerState, metrics: ServerMetrics, http: 
             allow_origins=list(options.allowed_origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", GATE_HEADER],
+            expose_headers=["x-request-id", GATE_HEADER, ignored.HEADER],
         )
     gate = [(GATE_HEADER, state.gate.state)]
-    app.add_middleware(RequestFrame, headers=gate, metrics=http, log=options.log_answers)
+    load = partial(load_report, state.engine)
+    app.add_middleware(RequestFrame, headers=gate, metrics=http, load=load, log=options.log_answers)
 
 
 def _openai_routes(state: ServerState) -> APIRouter:
@@ -120,17 +122,26 @@ def _openai_routes(state: ServerState) -> APIRouter:
         return _json(next(card for card in state.cards() if card.id == model_id))
 
     @router.post("/completions", response_model=Completion, responses=STREAMED)
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    async def create_completion(
+        body: CompletionRequest, request: Request, x_vllm_priority: PriorityHeader = None
+    ) -> Response:
+        state.ignored.note(body, request)
+        body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         answer = completions.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
     @router.post("/chat/completions", response_model=Chat, responses=STREAMED)
-    async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
+    async def create_chat_completion(
+        body: ChatRequest, request: Request, x_vllm_priority: PriorityHeader = None
+    ) -> Response:
+        state.ignored.note(body, request)
+        body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         answer = chat.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
     @router.post("/embeddings", response_model=embeddings.EmbeddingList)
     async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
+        state.ignored.note(body, request)
         answer = embeddings.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
@@ -141,11 +152,13 @@ def _token_routes(state: ServerState) -> APIRouter:
     router = APIRouter()
 
     @router.post("/tokenize", response_model=tokens.Tokenized)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+        state.ignored.note(body, request)
         return _json(await tokens.tokenize(state, body))
 
     @router.post("/detokenize", response_model=tokens.Detokenized)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+        state.ignored.note(body, request)
         return _json(await tokens.detokenize(state, body))
 
     @router.get("/tokenizer_info", response_model=tokens.TokenizerInfo)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from qinfer.server.protocol import Count, GenerationRequest, Text, list_or_not
+from qinfer.server.protocol import Count, GenerationRequest, OpenBody, Text, list_or_not
 from qinfer.server.tools import NamedChoice, ToolChoice, Tools, check_choice, form_of_calls
 from qinfer.structured_outputs import StructuredOutputsParams
 
@@ -92,7 +92,7 @@ class Message(BaseModel):
         return {"role": self.role, "content": content or "", **more}
 
 
-class Conversation(BaseModel):
+class Conversation(OpenBody):
     """Messages and what the template makes of them."""
 
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]

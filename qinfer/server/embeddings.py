@@ -15,16 +15,16 @@ from contextlib import aclosing
 from typing import Annotated, Literal, cast
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.answer import encoded, truncated
 from qinfer.server.errors import ApiError
-from qinfer.server.protocol import Count, Text, TokenIds, kind_of
+from qinfer.server.protocol import Count, OpenBody, Text, TokenIds, kind_of
 from qinfer.server.sampling import check_room
-from qinfer.server.state import ServerState, note_unknown
+from qinfer.server.state import ServerState
 from qinfer.server.streaming import merge
 from qinfer.server.wire import Body
 
@@ -42,10 +42,8 @@ Texts = Annotated[
 ]
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(OpenBody):
     """POST /v1/embeddings."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Text | None = None
     input: Texts
@@ -92,7 +90,6 @@ class EmbeddingList(Body):
 async def answer(state: ServerState, request: EmbeddingsRequest, request_id: str) -> Response:
     """Answers the request; raises UserError or ApiError for what cannot be done."""
     state.check_model(request.model)
-    note_unknown(request.model_extra)
     size = state.engine.llm.config.hidden_size
     if request.dimensions not in (None, size):
         raise ApiError(400, f"this model's vectors have {size} dimensions, and no part of them", "dimensions")

@@ -11,12 +11,13 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from qinfer.server import ignored, load_report
 from qinfer.server.errors import Failure
 from qinfer.server.http_metrics import HttpMetrics
 
@@ -33,13 +34,19 @@ class RequestFrame:
     The id is the client's `X-Request-Id` where that is up to 128 visible characters, else a new one; it is in
     `scope["state"]["request_id"]` and in the answer. `headers` go on every answer. `metrics` counts answers
     by the route's path, the method and the status, and those under way outside OPEN_PATHS. With `log` these
-    get a line each in the log.
+    get a line each in the log. `load` makes the report that a balancer asks for (`load_report`).
     """
 
     def __init__(
-        self, app: ASGIApp, *, headers: Sequence[tuple[str, str]], metrics: HttpMetrics, log: bool
+        self,
+        app: ASGIApp,
+        *,
+        headers: Sequence[tuple[str, str]],
+        metrics: HttpMetrics,
+        load: Callable[[str], str | None],
+        log: bool,
     ) -> None:
-        self.app, self.headers, self.metrics, self.log = app, headers, metrics, log
+        self.app, self.headers, self.metrics, self.load, self.log = app, headers, metrics, load, log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -61,6 +68,10 @@ class RequestFrame:
                 headers["x-request-id"] = request_id
                 for name, value in self.headers:
                     headers[name] = value
+                if (names := scope["state"].get("ignored")) is not None:
+                    headers[ignored.HEADER] = names
+                if (form := asked.get(load_report.ASKED)) and (report := self.load(form)):
+                    headers[load_report.HEADER] = report
             await send(message)
 
         working = scope["path"] not in OPEN_PATHS

@@ -1,7 +1,7 @@
 """The bodies that the OpenAI routes take: their fields, types and bounds, and nothing of what they do.
 
 Fields that OpenAI does not know carry vLLM's names. What is not listed is accepted and ignored, since SDKs
-send new fields all the time; `unknown_fields` names it for the log. None means "not given" everywhere.
+send new fields all the time; `unread` names it (`ignored` says so). None means "not given" everywhere.
 Ranges of sampling fields are checked by `SamplingParams`, once for all faces.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
+from fastapi import Header
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -52,6 +53,11 @@ def list_or_not(value: Any) -> str:
 
 
 Count = Annotated[int, Field(ge=0, lt=2**31)]
+Priority = Annotated[int, Field(ge=-_INT64, lt=_INT64)]
+PriorityHeader = Annotated[
+    int | None,
+    Header(alias="x-vllm-priority", ge=-_INT64, lt=_INT64, description="Goes before the body's priority."),
+]
 Text = Annotated[str, AfterValidator(_unicode)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompts = Annotated[
@@ -74,7 +80,22 @@ Stops = Annotated[
 ]
 
 
-class StreamOptions(BaseModel):
+class OpenBody(BaseModel):
+    """A body that may bring fields which mean nothing here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def unread(self) -> list[str]:
+        """Names of those fields; of fields within fields, after the outer one and a dot."""
+        names = list(self.model_extra or ())
+        for name in type(self).model_fields:
+            if isinstance(inner := getattr(self, name), OpenBody):
+                names += [f"{name}.{one}" for one in inner.unread]
+        return names
+
+
+class StreamOptions(OpenBody):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
@@ -121,10 +142,8 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: Text | None = None
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(OpenBody):
     """What completions and chat have in common."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Text | None = None
     stream: bool | None = None
@@ -155,7 +174,7 @@ class GenerationRequest(BaseModel):
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int, Field(ge=-_INT64, lt=_INT64)] = 0
+    priority: Priority = 0
     request_id: Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,128}$")] | None = None
     return_tokens_as_token_ids: bool = False
     return_token_ids: bool = False

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from qinfer.server import responses
+from qinfer.server.protocol import PriorityHeader
 from qinfer.server.response_store import ResponseStore
 from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState
@@ -21,7 +22,11 @@ def response_routes(state: ServerState) -> APIRouter:
     store = ResponseStore()
 
     @router.post("", responses=STREAMED)
-    async def create(body: ResponsesRequest, request: Request) -> Response:
+    async def create(
+        body: ResponsesRequest, request: Request, x_vllm_priority: PriorityHeader = None
+    ) -> Response:
+        state.ignored.note(body, request)
+        body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         return await while_connected(request, responses.answer(state, store, body))
 
     @router.get("/{response_id}", responses=STREAMED)

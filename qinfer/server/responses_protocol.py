@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from qinfer.server.chat_protocol import MAX_MESSAGES, ChatRequest
 from qinfer.server.errors import ApiError, invalid
-from qinfer.server.protocol import Count, Text, list_or_not
+from qinfer.server.protocol import Count, OpenBody, Priority, Text, list_or_not
 from qinfer.server.response_input import ChatMessages, Item, append_item
 
 
@@ -38,10 +38,8 @@ class Reasoning(BaseModel):
     effort: Text | None = None
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(OpenBody):
     """POST /v1/responses; fields that are not named here go to the chat request, as vLLM's do."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Text | None = None
     input: Annotated[
@@ -70,6 +68,12 @@ class ResponsesRequest(BaseModel):
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
     background: bool | None = None
+    priority: Priority = 0
+
+    @property
+    def unread(self) -> list[str]:
+        """As of every body, but for those that the chat request reads."""
+        return [name for name in super().unread if name not in _vllms(self)]
 
     def messages(self) -> ChatMessages:
         """The input as turns of a conversation."""
@@ -102,7 +106,7 @@ class ResponsesRequest(BaseModel):
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "logprobs": self.wants_logprobs,
         }
-        same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+        same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "priority")
         body = {**_vllms(self), **known, **{name: getattr(self, name) for name in same}}
         try:
             return ChatRequest.model_validate(body)

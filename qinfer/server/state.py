@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,13 +14,12 @@ from qinfer.evals.certificate import GateStatus
 from qinfer.server.call_readers import HermesReader
 from qinfer.server.door import SHUT, Door
 from qinfer.server.errors import ApiError
+from qinfer.server.ignored import Ignored
 from qinfer.server.infill import Marks, marks_of
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol import GenerationRequest
 from qinfer.server.tools import ToolParser, parser_of
 from qinfer.server.wire import ModelCard, Permission
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,7 @@ class ServerState:
     gate: GateStatus
     options: ServerOptions
     door: Door = field(default_factory=Door)
+    ignored: Ignored = field(default_factory=Ignored)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -81,7 +79,6 @@ class ServerState:
     def admit(self, request: GenerationRequest) -> None:
         """Raises where the request wants another model."""
         self.check_model(request.model)
-        note_unknown(request.model_extra)
 
     def cards(self) -> list[ModelCard]:
         """/v1/models: one entry per name."""
@@ -115,9 +112,3 @@ class ServerState:
             group=None,
             is_blocking=False,
         )
-
-
-def note_unknown(fields: Mapping[str, object] | None) -> None:
-    """Names in the log the fields that were sent and mean nothing here; not what they say."""
-    if fields:
-        logger.debug("fields that mean nothing here: %s", ", ".join(sorted(fields)))

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from qinfer.server.chat_protocol import Conversation
 from qinfer.server.conversation import rendered
 from qinfer.server.errors import ApiError
-from qinfer.server.protocol import Text, TokenIds
+from qinfer.server.protocol import OpenBody, Text, TokenIds
 from qinfer.server.state import ServerState
 from qinfer.server.wire import Body
 
 
-class TokenizeText(BaseModel):
+class TokenizeText(OpenBody):
     """POST /tokenize with a text."""
 
     model: Text | None = None
@@ -45,7 +45,7 @@ TokenizeRequest = Annotated[
 ]
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(OpenBody):
     """POST /detokenize."""
 
     model: Text | None = None
