@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_thread import EngineThread, Observer
@@ -22,6 +22,7 @@ from qinfer.intake import Intake
 from qinfer.llm_keywords import refuse
 from qinfer.mailbox import LiveRequest, Mailbox, since
 from qinfer.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+from qinfer.prompts import Prompt, text_and_ids
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 from qinfer.trace import Trace
 
@@ -36,7 +37,6 @@ if TYPE_CHECKING:  # a server takes its port before it spends seconds on importi
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
 _ABSENT = frozenset({"sleep", "wake_up", "is_sleeping", "add_lora", "remove_lora", "collective_rpc"})
 
 
@@ -284,18 +284,11 @@ class AsyncLLM:
         return self._thread.stop(timeout)
 
     async def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: Any = prompt
-        ids: Any = None
-        if isinstance(prompt, Mapping):
-            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-        elif not isinstance(prompt, str):
-            text, ids = None, prompt
-        if ids is not None:  # here, before a batch mate's stream begins, since a status cannot be taken back
+        text, ids = text_and_ids(prompt)
+        if (
+            text is None or ids is not None
+        ):  # here, before a batch mate's stream begins, since a status cannot be taken back
             return text, check_prompt(ids, self._engine.vocab_size)
-        if not isinstance(text, str):
-            raise UserError(
-                'a prompt is text, token ids, {"prompt": ...} or {"prompt_token_ids": ...}', "prompt"
-            )
         check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 

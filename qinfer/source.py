@@ -13,15 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from qinfer import hub
 from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
+from qinfer.checkpoint.names import layer_modules, layer_prefix
 from qinfer.errors import UserError
 from qinfer.evals.clearance import Clearance, Kind
 from qinfer.evals.coverage import Use
+from qinfer.quant import Dense, Scheme
 from qinfer.tokenizer import Tokenizer, has_tokenizer, read_template
 
+DTYPES = {
+    "float32": torch.float32,
+    "float": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "half": torch.float16,
+}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -113,3 +124,35 @@ def find_tokenizer(
         return None
     folder = checkpoint.path if tokenizer is None else hub.resolve(tokenizer, token=token)
     return Tokenizer.load(folder, chat_template=chat_template)
+
+
+def check_dtype(dtype: str) -> None:
+    """UserError unless it is "auto" or names one."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UserError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}", "dtype")
+
+
+def check_quantization(quantization: str | None, checkpoint: Checkpoint) -> None:
+    """UserError unless the checkpoint is quantized as the caller says, where he says it."""
+    found = checkpoint.quantization.method if checkpoint.is_quantized else None
+    if quantization not in (None, found):
+        raise UserError(
+            f"quantization={quantization!r} but the checkpoint is {found or 'not quantized'}: leave it "
+            "out, or quantize first with `qinfer quantize`",
+            "quantization",
+        )
+
+
+def schemes_of(checkpoint: Checkpoint) -> tuple[Scheme, ...]:
+    """The formats in the first layer, in the order of its products, each once."""
+    prefix = layer_prefix(checkpoint.config, 0)
+    found = (checkpoint.scheme(prefix + module) for module in layer_modules(checkpoint.config))
+    return tuple(dict.fromkeys(found))
+
+
+def label_of(schemes: Sequence[Scheme], dtype: torch.dtype, kv_cache_dtype: str, lm_head_dtype: str) -> str:
+    """'w8a8-int8 + int8 head + fp8 KV': what the ledger calls this engine."""
+    model_dtype = str(dtype).removeprefix("torch.")
+    weights = model_dtype if list(schemes) == [Dense()] else " + ".join(one.label for one in schemes)
+    head = "" if lm_head_dtype == "auto" else f" + {lm_head_dtype} head"
+    return weights + head + ("" if kv_cache_dtype == model_dtype else f" + {kv_cache_dtype} KV")
