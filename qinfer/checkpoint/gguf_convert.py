@@ -45,15 +45,15 @@ def convert_gguf(file: Path, folder: Path, *, progress: Callable[[str], None]) -
     architecture or a tokenizer that is not supported, naming those that are.
     """
     progress(f"reading {file.name}")
-    tensors, source = _open(file)
+    tensors, source = open_gguf(file)
     dtype = _dtype(tensors)
     raw_config = make_config(source, str(dtype).removeprefix("torch."))
     tokenizer, tokenizer_config = make_tokenizer(source.metadata)
-    placed = _place(source, ModelConfig.from_dict(raw_config))
+    placed = place(source, ModelConfig.from_dict(raw_config))
     progress(f"converting {len(placed)} tensors to {raw_config['dtype']}")
     writer = ShardWriter(folder)
     for name, stored in placed.items():
-        values = _original(source, raw_config, name, source.values(stored))
+        values = original_values(source, raw_config, name, source.values(stored))
         writer.add(name, torch.tensor(values).to(dtype))
     writer.finish()
     write_json(folder / "config.json", raw_config)
@@ -65,7 +65,8 @@ def convert_gguf(file: Path, folder: Path, *, progress: Callable[[str], None]) -
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _open(file: Path) -> tuple[dict[str, Any], GGUFSource]:
+def open_gguf(file: Path) -> tuple[dict[str, Any], GGUFSource]:
+    """The file's tensors as the gguf library has them, and how they read; CheckpointError if cut off."""
     try:
         reader = gguf.GGUFReader(file)
         metadata = {key: field.contents() for key, field in reader.fields.items()}
@@ -93,7 +94,7 @@ def _dtype(tensors: dict[str, Any]) -> torch.dtype:
     return torch.float16 if kinds <= {"F32", "F16"} else torch.bfloat16
 
 
-def _place(source: GGUFSource, config: ModelConfig) -> dict[str, str]:
+def place(source: GGUFSource, config: ModelConfig) -> dict[str, str]:
     """Our name -> the file's name of every tensor; CheckpointError when one lacks the other."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == source.architecture)
     table = gguf.get_tensor_name_map(arch, config.num_layers)
@@ -118,7 +119,7 @@ def _place(source: GGUFSource, config: ModelConfig) -> dict[str, str]:
     return placed
 
 
-def _original(
+def original_values(
     source: GGUFSource, config: dict[str, Any], name: str, values: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     """The values as the model was trained: rows of q and k in halves, Gemma's norms less one."""

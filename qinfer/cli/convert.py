@@ -9,6 +9,7 @@ import typer
 
 from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, RevisionOption
 from qinfer.cli.output import show, stdout_kept_for_result
+from qinfer.errors import UserError
 
 
 def convert(
@@ -24,13 +25,23 @@ def convert(
 ) -> None:
     """Rewrite the quantized checkpoint MODEL in another tool's dialect, bit by bit.
 
-    A verdict of the gate holds for the files that were judged: judge the new ones with `qinfer eval`.
+    Linears of a .gguf file are rounded anew: Q4_0 to the same 4 bits, others to 8 bits. A verdict of the gate
+    holds for the files that were judged: judge the new ones with `qinfer eval`.
     """
     with stdout_kept_for_result():
         from qinfer.checkpoint.checkpoint import open_checkpoint
+        from qinfer.checkpoint.convert import Conversion
         from qinfer.checkpoint.convert import convert as rewrite
+        from qinfer.checkpoint.gguf_requantize import Requantized, requantize
         from qinfer.hub import resolve
 
+        is_gguf = model.endswith(".gguf")
+        if is_gguf and to != "compressed-tensors":
+            raise UserError(f"a .gguf file goes to compressed-tensors first, and from there to {to}", "to")
         source = open_checkpoint(resolve(model, revision=revision, token=hf_token))
-        done = rewrite(source, out, to, overwrite=overwrite)
+        done: Conversion | Requantized
+        if is_gguf:
+            done = requantize(Path(model).expanduser(), source, out, overwrite=overwrite)
+        else:
+            done = rewrite(source, out, to, overwrite=overwrite)
     show(done.to_dict(), done.to_text(), as_json)
