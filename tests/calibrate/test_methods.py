@@ -44,7 +44,7 @@ def _logits(path):
         ("w8a8-int8", "smoothquant+gptq", 0.06),
         ("w8a8-fp8", "gptq", 0.12),
         ("w8a8-fp8-static", "rtn", 0.12),
-        ("w8a8-fp8-static", "smoothquant+gptq", 0.12),
+        ("w8a8-fp8-static", "smoothquant+gptq", 0.13),
         ("w8a8-fp8-block", "gptq", 0.12),
         ("w8a16-fp8", "gptq", 0.1),
         ("w8a16-int8", "awq", 0.03),
