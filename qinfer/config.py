@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from qinfer.config_types import check_fields, check_outer
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.families import (
     DEFAULTS,
@@ -88,12 +89,14 @@ class ModelConfig:
         Raises UnsupportedModelError in one line naming what is supported, and CheckpointError where a field
         is missing or contradicts another.
         """
+        check_outer(raw)
         architecture = _architecture(raw)
         family = FAMILIES[architecture]
-        if "text_config" in raw:  # the language part of a vision model; its dtype may stand outside
+        if raw.get("text_config"):  # the language part of a vision model; its dtype may stand outside
             outer = {key: raw[key] for key in OUTER_FIELDS if raw.get(key) is not None}
             raw = {**outer, **raw["text_config"]}
         raw = {**DEFAULTS, **family.defaults, **raw}
+        check_fields(raw)
         _refuse_unsupported(architecture, family, raw)
 
         names = family.experts
@@ -109,6 +112,8 @@ class ModelConfig:
                 f"config.json: num_attention_heads {num_heads} is not a multiple of "
                 f"num_key_value_heads {num_kv_heads}"
             )
+        if not head_dim:
+            raise CheckpointError(f"config.json: hidden_size {hidden_size} for {num_heads} attention heads")
         attention_bias = bool(raw["attention_bias"]) and family.reads_attention_bias
         rope, local_rope = read_ropes(raw, head_dim, phi=architecture == "Phi3ForCausalLM")
         return cls(
@@ -215,7 +220,10 @@ def _rotary_layers(raw: Mapping[str, Any], num_layers: int, family: Family) -> t
         return (True,) * num_layers
     flags = raw.get("no_rope_layers")  # in spite of its name, 1 marks a layer WITH rotary embedding
     if flags is None:
-        return tuple((i + 1) % raw["no_rope_layer_interval"] != 0 for i in range(num_layers))
+        interval = positive_int(raw, "no_rope_layer_interval")
+        return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    if len(flags) < num_layers:
+        raise CheckpointError(f"config.json: {len(flags)} no_rope_layers for {num_layers} hidden layers")
     return tuple(map(bool, flags[:num_layers]))
 
 
@@ -231,8 +239,11 @@ def _windows(raw: Mapping[str, Any], num_layers: int, family: Family) -> tuple[i
             raise CheckpointError(f"config.json: {len(types)} layer_types for {num_layers} hidden layers")
         return tuple(window if kind == "sliding_attention" else None for kind in types)
     if family.gemma:
-        pattern = raw["sliding_window_pattern"]
+        pattern = positive_int(raw, "sliding_window_pattern")
         return tuple(window if (i + 1) % pattern else None for i in range(num_layers))
     if family.no_rope_layers:
         return tuple(None if turns else window for turns in _rotary_layers(raw, num_layers, family))
-    return tuple(window if i >= raw["max_window_layers"] else None for i in range(num_layers))
+    first = raw["max_window_layers"]
+    if first is None:
+        raise CheckpointError("config.json: max_window_layers is null; it must be a whole number")
+    return tuple(window if i >= first else None for i in range(num_layers))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+from qinfer.config_types import MAX_COUNT
 from qinfer.errors import CheckpointError, UnsupportedModelError
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -42,7 +43,7 @@ _NEEDS: dict[str, tuple[str, ...]] = {
 def positive_int(raw: Mapping[str, Any], key: str) -> int:
     """raw[key]; CheckpointError when it is missing or no positive whole number."""
     value = raw.get(key)
-    if type(value) is not int or value < 1:
+    if type(value) is not int or not 1 <= value <= MAX_COUNT:
         raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive whole number")
     return value
 
@@ -60,13 +61,16 @@ def read_ropes(raw: Mapping[str, Any], head_dim: int, *, phi: bool) -> tuple[Rop
     local: Mapping[str, Any] = {}
     if nested:
         parameters, local = (parameters.get(k) or {} for k in ("full_attention", "sliding_attention"))
-    rope = _rope({"rope_theta": theta, **parameters}, raw, head_dim, phi=phi)
+    rope = _rope(parameters, theta, raw, head_dim, phi=phi)
     if local_theta is None and not local:
         return rope, None
-    return rope, _rope({"rope_theta": local_theta or theta, **local}, raw, head_dim, phi=phi)
+    return rope, _rope(local, local_theta or theta, raw, head_dim, phi=phi)
 
 
-def _rope(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int, *, phi: bool) -> RopeConfig:
+def _rope(
+    parameters: Mapping[str, Any], theta: float, raw: Mapping[str, Any], head_dim: int, *, phi: bool
+) -> RopeConfig:
+    """`theta` holds where `parameters` have none of their own."""
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind == "su" or (phi and kind == "yarn"):  # early names of longrope in Phi-3's own files
         kind = "longrope"
@@ -76,6 +80,8 @@ def _rope(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int, 
         )
     fraction = parameters.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
     rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise CheckpointError(f"config.json: {rotary_dim} dimensions of a head turn; they turn in pairs")
     scaling = {k: v for k, v in parameters.items() if v is not None and k not in _OWN_FIELDS}
     missing = [key for key in _NEEDS[kind] if key not in scaling]
     if missing:
@@ -94,5 +100,5 @@ def _rope(parameters: Mapping[str, Any], raw: Mapping[str, Any], head_dim: int, 
         scaling["original_max_position_embeddings"] = (
             original or scaling.get("original_max_position_embeddings") or longest
         )
-    theta = float(parameters["rope_theta"])
+    theta = float(parameters.get("rope_theta") or theta)
     return RopeConfig(theta, cast(RopeKind, kind), rotary_dim, tuple(sorted(scaling.items())))

@@ -84,7 +84,7 @@ class Tokenizer:
         eos: list[int] = []
         for name in ("config.json", "generation_config.json"):
             if (path / name).is_file():
-                eos += _eos_ids(read_json(path / name))
+                eos += _eos_ids(path / name)
         return cls(_load_hf(path), more_eos_ids=eos, chat_template=template)
 
     @property
@@ -239,11 +239,19 @@ def read_template(chat_template: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _eos_ids(raw: Mapping[str, Any]) -> list[int]:
+def _eos_ids(file: Path) -> list[int]:
+    """What a file says ends a text; CheckpointError where that is no token id."""
+    raw = read_json(file)
     ids = raw.get("eos_token_id")
-    if ids is None:
-        ids = (raw.get("text_config") or {}).get("eos_token_id")
-    return [] if ids is None else [int(i) for i in (ids if isinstance(ids, list) else [ids])]
+    inner = raw.get("text_config")
+    if ids is None and isinstance(inner, Mapping):
+        ids = inner.get("eos_token_id")
+    found = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(i) is int for i in found):
+        raise CheckpointError(
+            f"{file}: eos_token_id is {ids!r:.100}; it must be a token id or a list of them"
+        )
+    return found
 
 
 def _spelling(backend: Any) -> Spelling:

@@ -79,6 +79,10 @@ def test_t08_ends_of_text_are_the_union_of_all_files(folder: Path) -> None:
     assert Tokenizer.load(folder).eos_token_ids == {0, 257, 258}
     (folder / "generation_config.json").unlink()
     assert Tokenizer.load(folder).eos_token_ids == {257, 258}
+    for odd in ("2", 1.5, [None], {"a": 1}, True):
+        change(folder / "config.json", eos_token_id=odd)
+        with pytest.raises(CheckpointError, match=r"config\.json: eos_token_id is .*; it must be a token id"):
+            Tokenizer.load(folder)
 
 
 def test_t11_threads_get_the_ids_of_a_serial_run(byte_level: Tokenizer) -> None:

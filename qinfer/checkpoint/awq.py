@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qinfer.checkpoint.grouped_ints import GroupedInts, file_tensors, scheme_for
+from qinfer.checkpoint.grouped_ints import GroupedInts, file_tensors, scheme_for, size_of_group
 from qinfer.checkpoint.stored import Folder, Stored
 from qinfer.checkpoint.words import fields, words
 from qinfer.errors import UnsupportedModelError, UserError
@@ -77,12 +77,12 @@ def survey(raw: Mapping[str, Any], folder: Folder) -> dict[str, Stored]:
     num_bits = int(raw.get("bits", raw.get("w_bit", 4)))
     if num_bits != 4:
         raise UnsupportedModelError(f"AWQ with {num_bits} bits is not supported; 4 bits are")
-    wanted = int(raw.get("group_size", raw.get("q_group_size", 128)))
+    wanted = raw.get("group_size", raw.get("q_group_size", 128))
     stored: dict[str, Stored] = {}
     for module, shape in folder.linears().items():
         if not folder.has(f"{module}.qweight") and folder.has(f"{module}.weight"):
             continue
-        size = shape[1] if wanted == -1 else wanted
+        size = size_of_group(wanted, shape[1])
         has_zeros = bool(raw.get("zero_point", True)) or folder.has(f"{module}.qzeros")
         scheme = scheme_for(4, size, shape[1], symmetric=not has_zeros, ordered=False)
         stored[module] = AWQLinear(scheme, shape, size, has_zeros)

@@ -171,7 +171,7 @@ def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dic
     for where, holder in (("config.json", raw_config), ("config.json's text_config", inner)):
         for key in ("quantization_config", "compression_config"):
             if holder.get(key):
-                found[f"{key} of {where}"] = holder[key]
+                found[f"{key} of {where}"] = _mapping(holder[key], key)
     for name, method in _SEPARATE_FILES.items():
         if (folder / name).is_file():
             found[name] = {"quant_method": method, **read_json(folder / name)}
@@ -191,7 +191,7 @@ def method_of(raw: Mapping[str, Any]) -> str:
     method = raw.get("quant_method")
     if method is None and raw.get("config_groups"):
         return METHOD
-    if method is None and (raw.get("producer") or {}).get("name") == "modelopt":
+    if method is None and _mapping(raw.get("producer") or {}, "producer").get("name") == "modelopt":
         return "modelopt"
     return METHOD if str(method).replace("_", "-") == METHOD else str(method)
 
@@ -213,13 +213,11 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
     """
     if raw is None:
         return Quantization()
-    if not isinstance(raw, Mapping):
-        raise CheckpointError(f"config.json: quantization_config is {raw!r}; it must be an object")
-    _refuse_unsupported(raw)
+    _refuse_unsupported(_mapping(raw, "quantization_config"))
     groups = tuple(
         _group(name, group, str(raw.get("format"))) for name, group in raw["config_groups"].items()
     )
-    ignore = tuple(raw.get("ignore") or ())
+    ignore = _list(raw.get("ignore") or [], "ignore")
     for entry in (*ignore, *(target for group in groups for target in group.targets)):
         _check_pattern(entry)
     return Quantization(groups, ignore, raw.get("kv_cache_scheme"))
@@ -243,7 +241,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if not isinstance(raw.get("config_groups"), Mapping) or not raw["config_groups"]:
         raise UnsupportedModelError(f"quantization_config has no config_groups; supported: {SUPPORTED}")
     for key in ("sparsity_config", "transform_config"):
-        section = raw.get(key) or {}
+        section = _mapping(raw.get(key) or {}, key)
         if section and section.get("format") != "dense":
             raise UnsupportedModelError(
                 f"quantization_config has a {key} ({section}), which is not supported"
@@ -257,18 +255,33 @@ def _group(name: str, raw: Any, top_format: str) -> SchemeGroup:
                 f"quantization preset {name!r} is not supported; supported: {', '.join(_PRESETS)}"
             )
         return SchemeGroup(name, tuple(raw), _PRESETS[name])
+    raw = _mapping(raw, name)
     arguments = {
-        key: _numbers(raw[key])
+        key: _numbers(_mapping(raw[key], key))
         for key in ("weights", "input_activations", "output_activations")
         if raw.get(key) is not None
     }
     scheme = scheme_from_group(arguments, raw.get("format") or top_format)
-    return SchemeGroup(name, tuple(raw.get("targets") or ()), scheme)
+    return SchemeGroup(name, _list(raw.get("targets") or [], f"targets of {name}"), scheme)
 
 
 def _numbers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Some tools write "num_bits": "4"."""
     return {
-        key: int(value) if key in ("num_bits", "group_size") and isinstance(value, str) else value
+        key: int(value) if key in ("num_bits", "group_size") and str(value).isdecimal() else value
         for key, value in arguments.items()
     }
+
+
+def _mapping(value: Any, name: str) -> dict[str, Any]:
+    """`value`, or CheckpointError."""
+    if not isinstance(value, dict):
+        raise CheckpointError(f"quantization_config: {name} is {value!r:.100}; it must be an object")
+    return value
+
+
+def _list(value: Any, name: str) -> tuple[Any, ...]:
+    """`value` as a tuple, or CheckpointError."""
+    if not isinstance(value, list | tuple):
+        raise CheckpointError(f"quantization_config: {name} is {value!r:.100}; it must be a list")
+    return tuple(value)

@@ -41,7 +41,7 @@ def read(raw: Mapping[str, Any] | None, folder: Folder) -> Quantization:
         raise UnsupportedModelError(f"quantization method {named!r} is not supported; supported: {SUPPORTED}")
     try:
         stored = _SURVEYS[method](raw, folder)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"quantization_config of {method} cannot be understood: {error}") from error

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qinfer.checkpoint.grouped_ints import GroupedInts, file_tensors, scheme_for
+from qinfer.checkpoint.grouped_ints import GroupedInts, file_tensors, scheme_for, size_of_group
 from qinfer.checkpoint.stored import Folder, Stored
 from qinfer.checkpoint.words import fields, words
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
@@ -90,10 +90,10 @@ def survey(raw: Mapping[str, Any], folder: Folder) -> dict[str, Stored]:
             continue
         settings = _settings(raw, module)
         offset = _zero_offset(settings)
-        num_bits, size = int(settings.get("bits", 4)), int(settings.get("group_size", 128))
+        num_bits = int(settings.get("bits", 4))
         if num_bits not in _BITS:
             raise UnsupportedModelError(f"GPTQ with {num_bits} bits is not supported; 2, 3, 4 and 8 are")
-        size = shape[1] if size == -1 else size
+        size = size_of_group(settings.get("group_size", 128), shape[1])
         order = _order(folder, f"{module}.g_idx", size)
         symmetric = bool(settings.get("sym", True))
         scheme = scheme_for(num_bits, size, shape[1], symmetric=symmetric, ordered=order is not None)

@@ -10,12 +10,14 @@ act-order, are `w4a16` in another order of the inputs. Eight symmetric bits with
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qinfer.checkpoint.words import words
+from qinfer.config_types import MAX_COUNT
+from qinfer.errors import CheckpointError
 from qinfer.quant import GROUP_SIZES, W4A16, Dense, Scheme, W4A16Ordered, W8A16Int8
 
 
@@ -32,6 +34,14 @@ class GroupedInts(NamedTuple):
         group = self.group.long()
         steps = self.codes.float() - self.zero.float()[:, group]
         return steps * self.scale.float()[:, group]
+
+
+def size_of_group(said: Any, in_features: int) -> int:
+    """The inputs that share a scale, where -1 means all; CheckpointError for what is no such number."""
+    size = int(said)
+    if size != -1 and not 1 <= size <= MAX_COUNT:
+        raise CheckpointError(f"quantization_config: group_size is {said!r:.100}; it must be -1 or positive")
+    return in_features if size == -1 else size
 
 
 def scheme_for(num_bits: int, group_size: int, in_features: int, *, symmetric: bool, ordered: bool) -> Scheme:
