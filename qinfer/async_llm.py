@@ -8,19 +8,18 @@ can grow. A consumer that stops listening (cancelled, closed, gone) aborts its r
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_thread import EngineThread, Observer
-from qinfer.errors import EngineDeadError, OverloadedError, UserError
+from qinfer.errors import EngineDeadError
 from qinfer.intake import Intake
 from qinfer.llm_keywords import refuse
-from qinfer.mailbox import LiveRequest, Mailbox, since
+from qinfer.mailbox import Answer, LiveRequest, Mailbox, since
 from qinfer.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from qinfer.prompts import Prompt, text_and_ids
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
@@ -73,7 +72,7 @@ class AsyncLLM:
         self.llm = llm
         self.tokenizer: Tokenizer = llm.get_tokenizer()
         self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
-        self._intake = Intake(max_num_queued_reqs, max_num_queued_tokens)
+        self._intake = Intake(max_num_queued_reqs, max_num_queued_tokens, rejected=self._rejected)
         self._trace = Trace()
         self._engine: Engine = llm.engine
         self._thread = EngineThread(llm.engine, self._left)
@@ -139,11 +138,7 @@ class AsyncLLM:
 
     def require_room(self, num_sequences: int, num_tokens: int) -> None:
         """OverloadedError where the limits leave no room for that much now, UserError where never."""
-        try:
-            self._intake.check(num_sequences, num_tokens)
-        except OverloadedError as error:
-            self._tell_rejected(error)
-            raise
+        self._intake.check(num_sequences, num_tokens)
 
     def compile(self, form: StructuredOutputsParams) -> None:
         """Gets a grammar ready, on any thread, in up to a second; UserError where it is none."""
@@ -158,27 +153,9 @@ class AsyncLLM:
 
         Raises UserError as the question does, and EngineDeadError.
         """
-        loop, answer = asyncio.get_running_loop(), asyncio.Future[T]()
-
-        def tell(found: T | None, error: UserError | None) -> None:
-            if answer.done():  # cancelled meanwhile
-                return
-            if error is not None:
-                answer.set_exception(error)
-            else:
-                answer.set_result(cast("T", found))
-
-        def put() -> None:
-            found, error = None, None
-            try:
-                found = question(self._engine)
-            except UserError as mistake:  # the asker's; anything else is the engine's end
-                error = mistake
-            with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there any more
-                loop.call_soon_threadsafe(tell, found, error)
-
-        self._thread.call(put)
-        return await answer
+        answer = Answer[T]()
+        self._thread.call(lambda: answer.find(lambda: question(self._engine)))
+        return await answer.future
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
@@ -285,19 +262,14 @@ class AsyncLLM:
 
     async def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text, ids = text_and_ids(prompt)
-        if (
-            text is None or ids is not None
-        ):  # here, before a batch mate's stream begins, since a status cannot be taken back
+        if text is None or ids is not None:
+            # checked before a batch mate's stream begins, since a status cannot be taken back
             return text, check_prompt(ids, self._engine.vocab_size)
         check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 
     def _hand_over(self, request: LiveRequest) -> None:
-        try:
-            self._intake.enter(request.params.n, len(request.token_ids))
-        except OverloadedError as error:
-            self._tell_rejected(error)
-            raise
+        self._intake.enter(request.params.n, len(request.token_ids))
         try:
             self._thread.put(request)
         except EngineDeadError:
@@ -307,6 +279,6 @@ class AsyncLLM:
     def _left(self, request: LiveRequest) -> None:
         self._intake.leave(request.params.n, len(request.token_ids))
 
-    def _tell_rejected(self, error: OverloadedError) -> None:
+    def _rejected(self, reason: str) -> None:
         for observer in self._thread.observers:
-            observer.reject(error.reason)
+            observer.reject(reason)

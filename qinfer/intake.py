@@ -7,6 +7,7 @@ is over the limit is refused at once, for the client to come back; the server sa
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from qinfer.errors import OverloadedError, UserError, check_counts
 
@@ -14,9 +15,17 @@ REASONS = ("queue_full", "queued_tokens")
 
 
 class Intake:
-    """Counts what is in; None: no limit. UserError for limits that are none."""
+    """Counts what is in, and tells `rejected` by one of REASONS what is not let in."""
 
-    def __init__(self, max_sequences: int | None = None, max_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        max_sequences: int | None = None,
+        max_tokens: int | None = None,
+        *,
+        rejected: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """None: no limit. UserError for limits that are none."""
+        self._rejected = rejected
         check_counts(max_num_queued_reqs=max_sequences, max_num_queued_tokens=max_tokens)
         self.max_sequences, self.max_tokens = max_sequences, max_tokens
         self.num_sequences = self.num_tokens = 0
@@ -31,6 +40,7 @@ class Intake:
             if limit is not None and more > limit:
                 raise UserError(f"the request has {more} {name}, and at most {limit} are taken at once")
             if limit is not None and there + more > limit:
+                self._rejected(reason)
                 raise OverloadedError(
                     f"{there} {name} are running or waiting, of at most {limit}, and the request has {more}: "
                     "try again later",

@@ -1,23 +1,28 @@
-"""Where the outputs of a request wait for whoever asked for it.
+"""Where a request's outputs, and answers to questions, wait for whoever asked.
 
 Outputs are cumulative, so that a mailbox holds the latest only: a slow reader loses nothing and no queue can
-grow. The engine's thread hands over; everything here runs on the reader's event loop.
+grow. The engine's thread hands over; what is handed over arrives on the reader's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from qinfer.errors import UserError
 from qinfer.outputs import CompletionOutput, RequestOutput
 from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from qinfer.engine.engine import Engine
     from qinfer.engine.pooling import Pooling
+
+T = TypeVar("T")
+X = TypeVar("X")
 
 
 class Mailbox:
@@ -42,6 +47,31 @@ class Mailbox:
             raise content
         assert content is not None
         return content
+
+
+class Answer(Generic[T]):
+    """What a question to the engine found, awaited by its asker as `future`."""
+
+    def __init__(self) -> None:
+        self.future = asyncio.Future[T]()
+        self._loop = asyncio.get_running_loop()
+
+    def find(self, question: Callable[[], T]) -> None:
+        """Asks, on the engine's thread, and sends the answer; only the asker's own mistake goes to him."""
+        try:
+            found = question()
+        except UserError as mistake:
+            self._send(self.future.set_exception, mistake)
+        else:
+            self._send(self.future.set_result, found)
+
+    def _send(self, settle: Callable[[X], None], content: X) -> None:
+        def arrive() -> None:
+            if not self.future.done():  # cancelled meanwhile
+                settle(content)
+
+        with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there any more
+            self._loop.call_soon_threadsafe(arrive)
 
 
 @dataclass
