@@ -115,6 +115,24 @@ def test_model_in_a_dialect_has_the_logits_of_its_meaning(name: str, tmp_path: P
     assert error_ratio(out, expected) < 1e-5
 
 
+@pytest.mark.parametrize("asked", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["autoawq-random", "gptqmodel-random-4-asym"])
+def test_q01_float16_scales_serve_in_the_dtype_of_the_activations(
+    name: str, asked: torch.dtype | None, tmp_path: Path
+) -> None:
+    folders.edit_config(opened(name, tmp_path).path, dtype="bfloat16")
+    checkpoint = open_checkpoint(tmp_path)
+    ids, positions = folders.token_ids(), torch.arange(24)
+    with torch.inference_mode():
+        precise = load_decoder(checkpoint, dtype=torch.float32)
+        expected = precise.logits(precise.forward(ids, positions, CausalAttention(1)))
+        decoder = load_decoder(checkpoint, dtype=asked)
+        hidden = decoder.forward(ids, positions, CausalAttention(1))
+    assert hidden.dtype == decoder.dtype == (asked or torch.bfloat16)
+    narrow = asked is torch.float16
+    assert 0 < error_ratio(decoder.logits(hidden), expected) < (0.005 if narrow else 0.03)
+
+
 @pytest.mark.parametrize("name", PACKED)
 def test_what_is_read_is_written_as_the_packer_wrote_it(name: str, tmp_path: Path) -> None:
     tensors, _, config = folders.vector(name)
