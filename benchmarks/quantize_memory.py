@@ -105,7 +105,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     recipe = settle(checkpoint.config, arguments.scheme, arguments.method)
     data = _text(arguments.tokens, arguments.length) if recipe.needs_text else None
     job = pipeline.QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
-    pace, work = measured_pace(job.activations, device), job.work
+    pace, work = measured_pace(recipe.scheme, job.activations, device), job.work
     gpu_before = _gpu_used(device)
     before, cpu, start = _peak(), time.process_time(), time.perf_counter()
     report = pipeline.run(job, progress=False)

@@ -160,7 +160,7 @@ def plan(
     where = chosen_device(device)
     dtype = fast_dtype(where)
     work = Work(config, recipe, tokens, length, dtype.itemsize, on_gpu=where.type == "cuda")
-    pace = measured_pace(dtype, where)
+    pace = measured_pace(recipe.scheme, dtype, where)
     free, gpu_free = host_memory().available, _gpu_free(where)
     work = replace(work, on_disk=spills(work, free))
     finished = finished_layers(partial_folder(out))

@@ -1,10 +1,11 @@
 """How long a quantize run will take: its work counted from shapes, at the speed this machine shows now.
 
-Work is counted in products of activations (in their dtype), products of float32 (second moments, GPTQ),
-passes over float32 weights (rounding, ranges), small operations that cost what it takes to begin one (GPTQ's
-columns), and bytes that go through memory to a file. Each kind is timed on a small sample, which takes half
-a second. What is counted are the loops of this package, so the counts are its own: a search walks through the
-layer once per candidate, ranges are tried thirty times, GPTQ sweeps thrice.
+Work is counted in products of activations (in their dtype, and as the scheme makes them), products of float32
+(second moments, GPTQ), passes over numbers (rounding, ranges, what lies between products), small operations
+that cost what it takes to begin one (GPTQ's columns), and bytes that go through memory to a file. Each kind
+is timed on a small sample, which takes half a second. What is counted are the loops of this package, so the
+counts are its own: a search walks through the layer once per candidate, ranges are tried thirty times, GPTQ
+sweeps thrice.
 """
 
 from __future__ import annotations
@@ -19,11 +20,17 @@ from qinfer.calibrate import awq, gptq, smoothquant
 from qinfer.calibrate.layer import ERROR_TOKENS
 from qinfer.calibrate.needs import Work
 from qinfer.calibrate.ranges import CHUNKS, WIDTHS
+from qinfer.calibrate.roundtrip import dequantized
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.names import layer_modules
-from qinfer.quant import W4A16
+from qinfer.model.linear import Linear
+from qinfer.quant import W4A16, Scheme, W8A8Fp8Static
 
-_ROUND_PASSES = 12  # over a weight to quantize it and to read it back
+_ROUND_PASSES = 14  # over a weight to quantize it and to read it back
+_CHECK_PASSES = 40  # more, once, to load it, to check what is stored, and to tell the error
+_HIDDEN_PASSES = 18  # over the stream, and over what is as wide, on the way through a layer
+_INNER_PASSES = 9  # over what is as wide as the MLP
+_ATTENTION = 4  # times a product's time that attention takes for as many operations
 _TRY_PASSES = 8  # over a weight for one width of its range
 _STEP_PASSES = 10  # over a column of GPTQ for one step
 _STEP_CALLS = 14  # to round a column and to tell the others
@@ -38,10 +45,12 @@ _PROBE = {"cpu": 1024, "cuda": 8192}
 class Pace(NamedTuple):
     """Operations a second.
 
-    Products in the activations' dtype and in float32, passes over numbers, operations begun, bytes copied.
+    Products in the activations' dtype, as the scheme makes them and in float32, passes over numbers,
+    operations begun, bytes copied.
     """
 
     products: float
+    quantized: float
     float32: float
     passes: float
     calls: float
@@ -52,6 +61,7 @@ class Effort(NamedTuple):
     """The work of one layer in a Pace's units."""
 
     products: float
+    quantized: float
     float32: float
     passes: float
     calls: float
@@ -62,11 +72,15 @@ class Effort(NamedTuple):
         return sum(work / speed for work, speed in zip(self, pace, strict=True))
 
 
-def measured_pace(dtype: torch.dtype, device: torch.device = CPU) -> Pace:
+def measured_pace(scheme: Scheme, dtype: torch.dtype, device: torch.device = CPU) -> Pace:
     """Of this device with its load of the moment."""
     size = _PROBE[device.type]
     a, b = torch.randn(2, size, size, device=device)
     low_a, low_b = a.to(dtype), b.to(dtype)
+    tensors = scheme.quantize(b, dtype=dtype)
+    if isinstance(scheme, W8A8Fp8Static):
+        tensors = scheme.with_input_range(tensors, 6.0)
+    linear = Linear([dequantized(scheme, tensors, b)], device=device, dtype=dtype)
     tiny = torch.zeros(64, device=device)
     host = torch.zeros(1 << 22)
     copy = torch.empty_like(host)
@@ -78,8 +92,9 @@ def measured_pace(dtype: torch.dtype, device: torch.device = CPU) -> Pace:
 
     return Pace(
         flops / _fastest(lambda: low_a @ low_b, device),
+        flops / _fastest(lambda: linear(low_a), device),
         flops / _fastest(lambda: a @ b, device),
-        a.numel() / _fastest(lambda: a.add_(1.0), device),
+        a.numel() / _fastest(lambda: a + 1.0, device),  # into new memory, as most do
         _CALLS / _fastest(begin, device),
         4 * len(host) / _fastest(lambda: copy.copy_(host), CPU),
     )
@@ -88,22 +103,23 @@ def measured_pace(dtype: torch.dtype, device: torch.device = CPU) -> Pace:
 def effort(work: Work) -> Effort:
     """What one layer takes."""
     modules = len(layer_modules(work.config))
-    passes = float(_ROUND_PASSES * work.layer_weights)
+    passes = float((_ROUND_PASSES + _CHECK_PASSES) * work.layer_weights)
     calls = float(_ROUND_CALLS * modules)
     copies = float(work.layer_weights * work.storage + _COPIES * work.file_bytes_per_layer)
     if not work.tokens:
-        return Effort(0.0, 0.0, passes, calls, copies)
+        return Effort(0.0, 0.0, 0.0, passes, calls, copies)
     recipe = work.recipe
     copies += _moves(work) * work.stream_bytes
-    products = _walk(work, work.tokens) * (2 if work.made_anew else 1)
-    products += 2 * 2 * min(work.tokens, ERROR_TOKENS) * work.layer_weights
-    float32 = 0.0
+    walks = (2 if work.made_anew else 1) + (1 if recipe.transform else 0)
+    sampled = 2 * min(work.tokens, ERROR_TOKENS) * work.layer_weights  # for the errors of outputs
+    products = walks * _walk(work, work.tokens) + sampled
+    quantized, float32 = float(sampled), 0.0
+    passes += walks * work.tokens * _numbers(work)
     if recipe.transform:
-        products += _walk(work, work.tokens)
-        searched, weights, candidates = _search(work)
-        products += searched
-        passes += weights * _ROUND_PASSES
-        calls += candidates * _CANDIDATE_CALLS
+        searched = _search(work)
+        quantized += searched.products
+        passes += searched.weights * _ROUND_PASSES + searched.numbers
+        calls += searched.candidates * _CANDIDATE_CALLS
     if recipe.ranges != "absmax":
         tries = len(WIDTHS) * (3 if isinstance(recipe.scheme, W4A16) and not recipe.scheme.symmetric else 1)
         passes += tries * _TRY_PASSES * work.layer_weights
@@ -112,10 +128,17 @@ def effort(work: Work) -> Effort:
             size = recipe.scheme.group_size
             float32 += 2 * tries * size * work.layer_weights
             float32 += sum(2 * work.tokens * width * size for width in work.widths.values())
-    effort = Effort(products, float32, passes, calls, copies)
+    effort = Effort(products, quantized, float32, passes, calls, copies)
     if not recipe.by_gptq:
         return effort
     return Effort(*(sum(both) for both in zip(effort, _gptq(work), strict=True)))
+
+
+def _numbers(work: Work) -> float:
+    """Passes over what a token becomes between the products of a layer."""
+    config = work.config
+    mlps = max(1, config.num_experts)
+    return float(_HIDDEN_PASSES * config.hidden_size + mlps * _INNER_PASSES * config.intermediate_size)
 
 
 def _moves(work: Work) -> int:
@@ -127,17 +150,27 @@ def _moves(work: Work) -> int:
 
 def _walk(work: Work, tokens: int) -> float:
     """All tokens through the layer once."""
-    config = work.config
-    attention = 4 * work.length * config.num_heads * config.head_dim
-    return float(tokens * (2 * work.layer_weights + attention))
+    return float(tokens * (2 * work.layer_weights + _attention(work)))
 
 
-def _search(work: Work) -> tuple[float, float, int]:
-    """Products of all candidates, weights that they round, and how many there are."""
+def _attention(work: Work) -> float:
+    """Of one token, in a product's operations."""
+    return float(_ATTENTION * 4 * work.length * work.config.num_heads * work.config.head_dim)
+
+
+class _Searched(NamedTuple):
+    """Products, rounded weights and passes over outputs of all candidates, and how many there are."""
+
+    products: float
+    weights: float
+    numbers: float
+    candidates: int
+
+
+def _search(work: Work) -> _Searched:
     weights, tokens = work.group_weights, work.searched
-    attention = 4 * work.length * work.config.num_heads * work.config.head_dim
     used = {
-        "qkv": 2 * (weights["qkv"] + weights["o"]) + attention,
+        "qkv": 2 * (weights["qkv"] + weights["o"]) + _attention(work),
         "o": 2 * weights["o"],
         "gate_up": 2 * sum(w for name, w in weights.items() if name.startswith(("gate_up", "down"))),
         "down": 2 * sum(w for name, w in weights.items() if name.startswith("down")),
@@ -146,8 +179,12 @@ def _search(work: Work) -> tuple[float, float, int]:
         del used["o"]
     candidates = 1 + (awq.NUM_GRID if work.recipe.transform == "awq" else len(smoothquant.ALPHAS))
     rounded = sum(w for name, w in weights.items() if name.partition(".")[0] in used)
-    products = candidates * tokens * sum(used.values())
-    return float(products), float(candidates * rounded), candidates * len(used)
+    return _Searched(
+        float(candidates * tokens * sum(used.values())),
+        float(candidates * rounded),
+        float(candidates * tokens * 2 * _numbers(work)),
+        candidates * len(used),
+    )
 
 
 def _gptq(work: Work) -> Effort:
@@ -160,7 +197,7 @@ def _gptq(work: Work) -> Effort:
         float32 += 2.0 * width**3 + 2.0 * rounds * rows * width * width
         passes += _STEP_PASSES * rounds * rows * width
         calls += _STEP_CALLS * rounds * width
-    return Effort(products, float32, passes, calls, 0.0)
+    return Effort(products, 0.0, float32, passes, calls, 0.0)
 
 
 def _fastest(call: Callable[[], object], device: torch.device) -> float:

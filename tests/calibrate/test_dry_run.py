@@ -13,6 +13,7 @@ from qinfer.checkpoint.dummy import open_dummy
 from qinfer.config import ModelConfig
 from qinfer.engine.footprint import format_size
 from qinfer.errors import UserError
+from qinfer.quant import SCHEMES, scheme_by_name
 from qinfer.testing import tiny_config, tiny_model
 from qinfer.tokenizer import Tokenizer
 
@@ -79,18 +80,19 @@ def test_time_counts_what_methods_do():
     config = ModelConfig.from_dict(tiny_config("llama"))
     efforts = {m: pace.effort(_work(config, m, 8192)) for m in ("int8", "awq", "gptq")}
     rtn = pace.effort(_work(config, "fp8", 0))
-    assert rtn.products == rtn.float32 == 0
-    assert efforts["awq"].products > efforts["int8"].products > efforts["gptq"].products / 2
+    assert rtn.products == rtn.quantized == rtn.float32 == 0
+    assert efforts["awq"].quantized > efforts["int8"].quantized > efforts["gptq"].quantized
     assert efforts["gptq"].float32 > efforts["int8"].float32 == 0
     assert all(effort.passes > rtn.passes for effort in efforts.values())
     assert efforts["gptq"].calls > efforts["awq"].calls > efforts["int8"].calls > rtn.calls > 0
     assert all(effort.copies > rtn.copies > 0 for effort in efforts.values())
-    speed = pace.Pace(10.0, 20.0, 30.0, 50.0, 4.0)
-    assert pace.Effort(100.0, 100.0, 90.0, 100.0, 4.0).seconds(speed) == 21.0
+    speed = pace.Pace(10.0, 5.0, 20.0, 30.0, 50.0, 4.0)
+    assert pace.Effort(100.0, 10.0, 100.0, 90.0, 100.0, 4.0).seconds(speed) == 23.0
 
 
-def test_pace_is_measured(monkeypatch):
-    measured = pace.measured_pace(torch.float32)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_pace_is_measured(name):
+    measured = pace.measured_pace(scheme_by_name(name), torch.bfloat16)
     assert all(speed > 0 for speed in measured)
 
 
