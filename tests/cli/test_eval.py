@@ -1,11 +1,15 @@
 """`qinfer eval` on tiny models: tasks, a budget, several candidates, one model alone, reports."""
 
 import json
+import math
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from qinfer import choice, jobs
+from qinfer import choice, env, jobs
 from qinfer.evals import rules, tasks_by_rule, thresholds
 from qinfer.evals.tasks_by_rule import RuleTask
 from qinfer.testing import tiny_model
@@ -126,6 +130,50 @@ def test_several_are_put_side_by_side_and_one_that_fails_makes_1(qinfer, source,
     lines = text.splitlines()
     assert [line.split()[-1] for line in lines[2:4]] == ["PASS", "FAIL"]
     assert lines[-1] == f"worth choosing: {candidates[0]}"
+
+
+def with_nan(model, folder):
+    """A copy with one weight that is no number."""
+    copy = Path(shutil.copytree(model, folder))
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.layers.1.input_layernorm.weight"][3] = math.nan
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def test_e10_what_is_no_number_or_nothing_at_all_never_makes_0(qinfer, source, candidates, tmp_path):
+    model, options = candidates[0], ("--profile", "quick")
+    for candidate, against in (
+        (with_nan(model, tmp_path / "candidate"), source),
+        (model, with_nan(source, tmp_path / "source")),
+    ):
+        code, text, err = qinfer("eval", candidate, "--against", against, *options)
+        assert (code, text) == (2, "")
+        assert "model.layers.1.input_layernorm.weight" in err.splitlines()[-1]
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    code, text, _ = qinfer("eval", model, "--against", source, *options, "--text", empty)
+    assert code == 1
+    assert text.startswith("UNDECIDED")
+
+
+def test_e10_a_kept_baseline_with_a_nan_fails(qinfer, source, candidates):
+    command = ("eval", candidates[0], "--against", source, "--profile", "quick", "--json")
+    assert qinfer(*command).code == 0
+    spoiled = 0
+    for entry in env.results_dir().glob("??/*"):
+        tensors = load_file(entry)
+        if "hidden" not in tensors:  # the candidate's scores, which would not be made again
+            entry.unlink()
+            continue
+        tensors["hidden"][-1, 0] = math.nan
+        save_file(tensors, entry)
+        spoiled += 1
+    assert spoiled
+    code, text, _ = qinfer(*command)
+    document = json.loads(text)
+    assert (code, document["verdict"]) == (1, "FAIL")
+    assert document["reasons"][0].startswith("positions without a number")
 
 
 def test_one_model_alone_on_tasks(qinfer, source, tmp_path):
