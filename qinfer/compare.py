@@ -104,6 +104,7 @@ class Comparison:
     questions: Questions | None = None  # None: text alone
     budget: float | None = None  # seconds; None: all that the profile wants
     keep: bool = True  # results, in the cache folder
+    explain: bool = True  # whether to look for what a failure is due to, and for what would pass
 
     def opened_store(self) -> AbstractContextManager[Store]:
         """Where results are kept."""
@@ -191,7 +192,7 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
         else profile.num_tokens,
         unsettled=found.open,
     )
-    failed = verdict is Verdict.FAIL
+    failed = verdict is Verdict.FAIL and comparison.explain
     return GateResult(
         verdict,
         tuple(reasons),
