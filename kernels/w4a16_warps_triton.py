@@ -98,9 +98,17 @@ def _pairs(both, LIKE: gl.constexpr):
 
 @gluon.jit
 def _halves(w):
-    """[64, 16] for words -> [64, 8] for those of the first 64 inputs, and of the others."""
-    first, last = w.reshape((64, 4, 2, 2)).permute((0, 1, 3, 2)).split()
-    return first.reshape((64, 8)), last.reshape((64, 8))
+    """Of [64, 2 n] the even columns and the odd ones, [64, n] each."""
+    return w.reshape((64, w.shape[1] // 2, 2)).split()
+
+
+@gluon.jit
+def _quarter(w, I: gl.constexpr):
+    """[64, 16] for words -> [64, 4] for those of inputs 32 I .. 32 I + 31."""
+    even, odd = _halves(w)
+    some = even if I % 2 == 0 else odd
+    first, last = _halves(some)
+    return first if I < 2 else last
 
 
 @gluon.jit
@@ -181,12 +189,10 @@ def _multiply(PART: gl.constexpr, xs, ws, ready, empty, scale_zero, out, parts, 
             zero, scale = _pairs(both, WORDS)
             if BM < 128:
                 acc = _add(acc, w, zero, scale, xs.index(stage))
-            else:  # by halves, which need fewer registers
-                w, later = _halves(w)
-                zero, later_zero = _halves(zero)
-                scale, later_scale = _halves(scale)
-                acc = _add(acc, w, zero, scale, xs.index(stage).slice(0, 64, dim=1))
-                acc = _add(acc, later, later_zero, later_scale, xs.index(stage).slice(64, 64, dim=1))
+            else:  # by quarters, which need fewer registers
+                for i in gl.static_range(4):
+                    acc = _add(acc, _quarter(w, i), _quarter(zero, i), _quarter(scale, i),
+                               xs.index(stage).slice(32 * i, 32, dim=1))  # fmt: skip
             group_barrier()  # all four warps have read their words
             mbarrier.arrive(empty.index(stage))
             count += 1
