@@ -52,7 +52,8 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, group_size: int) -> Rounded:
     diagonal = gram.diagonal()
     dead = diagonal == 0
     order = diagonal.argsort(descending=True)
-    ordered = (gram + torch.diag(dead.float()))[order][:, order]
+    ordered = gram[order][:, order]
+    ordered.diagonal().add_(dead[order].float())
     factor, raised, note = _inverse_factor(ordered)
     if factor is None:
         group_of = torch.arange(weight.shape[1], device=weight.device) // group_size
@@ -112,7 +113,10 @@ def _sweep(rounded: Tensor, original: Tensor, gram: Tensor, grids: list[Grid]) -
 
 
 def _inverse_factor(ordered: Tensor) -> tuple[Tensor | None, float, str]:
-    """The upper Cholesky factor of the inverse of a gram, what its diagonal was raised by, and a note."""
+    """The upper Cholesky factor of the inverse of a gram, what its diagonal was raised by, and a note.
+
+    A matrix may be gigabytes: each is let go as soon as the next is made of it.
+    """
     mean, largest = float(ordered.diagonal().mean()), float(ordered.diagonal().max())
     raises = [(DAMP * mean, "")]
     raises += [(d * mean, f"diagonal raised by {d:g} of its mean") for d in (1.0, 10.0)]
@@ -121,8 +125,10 @@ def _inverse_factor(ordered: Tensor) -> tuple[Tensor | None, float, str]:
         damped = ordered.clone()
         damped.diagonal().add_(raised)
         factor, failed = torch.linalg.cholesky_ex(damped)
+        del damped
         if not bool(failed):
             inverse = torch.cholesky_inverse(factor)
+            del factor
             factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
             if not bool(failed) and bool(factor.isfinite().all()):
                 return factor, raised, note
