@@ -94,7 +94,8 @@ class Mlp:
     def __call__(self, x: ops.Activations, tap: Tap | None = None) -> ops.Product:
         """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
         if tap is None:
-            return self.down.summand(ops.gated_to(self.down.codes, self.activate, self.gate_up(x)))
+            gate_up = self.gate_up.product(x) if self.gate_up.bias is None else self.gate_up(x)
+            return self.down.summand(ops.gated_to(self.down.codes, self.activate, gate_up))
         assert isinstance(x, Tensor)
         tap("gate_up", x)
         inner = self.activate(self.gate_up(x))

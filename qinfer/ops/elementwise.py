@@ -13,7 +13,7 @@ from qinfer.kernels import fused_activation as _fused_activation
 from qinfer.kernels import int8_row_cpu as _int8_row_cpu
 from qinfer.kernels import rope as _rope
 from qinfer.kernels import rope_angles as _rope_angles
-from qinfer.ops.forms import Activations, Codes, is_int8_row
+from qinfer.ops.forms import Activations, Codes, Parts, Product, is_int8_row
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
@@ -38,8 +38,19 @@ _GATED_TO: dict[tuple[Callable[[Tensor], Tensor], torch.dtype], Callable[[Tensor
 }
 
 
-def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_up: Tensor) -> Activations:
+_GATED_PARTS: dict[Callable[[Tensor], Tensor], Callable[[Tensor, torch.dtype], Tensor]] = {
+    silu_mul: _fused_activation.silu_mul_parts,
+    gelu_mul: _fused_activation.gelu_mul_parts,
+}
+
+
+def gated_to(codes: torch.dtype | None, gate: Callable[[Tensor], Tensor], gate_up: Product) -> Activations:
     """`gate`, which is silu_mul or gelu_mul, for a product that wants `codes`: see `add_rms_norm_to`."""
+    if isinstance(gate_up, Parts):
+        sums, dtype = gate_up
+        if codes is None:
+            return backend.run(_GATED_PARTS[gate], sums, dtype)
+        return Codes(*backend.run(_GATED_TO[gate, codes], sums), dtype)
     if is_int8_row(codes, gate_up):
         return _int8_row_cpu.silu_mul(gate_up) if gate is silu_mul else _int8_row_cpu.gelu_mul(gate_up)
     if codes is None or not gate_up.is_cuda:
