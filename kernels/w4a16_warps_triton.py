@@ -103,12 +103,12 @@ def _halves(w):
 
 
 @gluon.jit
-def _quarter(w, I: gl.constexpr):
-    """[64, 16] for words -> [64, 4] for those of inputs 32 I .. 32 I + 31."""
+def _quarter(w, NUMBER: gl.constexpr):
+    """[64, 16] for words -> [64, 4] for those of inputs 32 NUMBER and on."""
     even, odd = _halves(w)
-    some = even if I % 2 == 0 else odd
+    some = even if NUMBER % 2 == 0 else odd
     first, last = _halves(some)
-    return first if I < 2 else last
+    return first if NUMBER < 2 else last
 
 
 @gluon.jit
