@@ -3,14 +3,14 @@
 Tried are, in this order and until one passes: the same files with a plain KV cache and head, where they were
 judged with others; the candidate's own scheme, made anew; then the schemes of 8 bits, those that make
 serving faster first. Each is the source with its linears rounded as they are loaded; both read the
-beginnings of the first windows with plain causal attention, through the same ops as serving.
+beginnings of the first windows with plain causal attention, through the same ops as serving. The source reads
+first and only its ends are kept, so that two models are never in memory at once.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,7 +59,10 @@ class _Trials:
         self.comparison, self.windows = comparison, windows
         self.source = comparison.source.checkpoint
         self.device = model_device()
-        self.model = self._load(self.source, comparison.reference.dtype)
+        source = self._load(self.source, comparison.reference.dtype)
+        with torch.inference_mode():
+            self.read = {tuple(window): self._hidden(source, window) for window in windows}
+        self.ends = Decoder(source.config, source.embedding, [], source.norm, source.head)
 
     @property
     def own(self) -> Scheme | None:
@@ -96,19 +99,24 @@ class _Trials:
             other_text=comparison.text_file is not None,
         )
         model = self._load(checkpoint, comparison.serving.dtype)
-        scores = list(
-            fidelity.compare(partial(self._logits, self.model), partial(self._logits, model), self.windows)
+        scores = fidelity.compare(
+            lambda ids: _logits(self.ends, self.read[tuple(ids)]),
+            lambda ids: _logits(model, self._hidden(model, ids)),
+            self.windows,
         )
-        return Trial(name, how, _judged(fidelity.measures(scores, limits, seed=comparison.seed)))
+        return Trial(name, how, _judged(fidelity.measures(list(scores), limits, seed=comparison.seed)))
 
     def _load(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:
         return load_decoder(checkpoint, device=self.device, dtype=dtype)
 
-    def _logits(self, model: Decoder, token_ids: Sequence[int]) -> Iterator[Tensor]:
+    def _hidden(self, model: Decoder, token_ids: Sequence[int]) -> Tensor:
         ids = torch.tensor(token_ids, device=self.device)
-        hidden = model.forward(ids, torch.arange(len(ids), device=self.device), CausalAttention(1))
-        for rows in torch.split(hidden, _ROWS):
-            yield model.logits(rows)
+        return model.forward(ids, torch.arange(len(ids), device=self.device), CausalAttention(1))
+
+
+def _logits(model: Decoder, hidden: Tensor) -> Iterator[Tensor]:
+    for rows in torch.split(hidden, _ROWS):
+        yield model.logits(rows)
 
 
 def _judged(measures: tuple[Measure, ...]) -> tuple[Measure, ...]:
