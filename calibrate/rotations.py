@@ -78,26 +78,32 @@ class RotatedCheckpoint(Checkpoint):
     def tensor(self, name: str, device: torch.device = _CPU) -> Tensor:
         relative = name.removeprefix(self.config.tensor_prefix)
         if relative.startswith("layers."):
-            return self._of_layer(name, *relative.split(".", 2)[1:]).to(device)
-        stored = self._source.tensor(self._stored(name))
+            return self._of_layer(name, device, *relative.split(".", 2)[1:])
+        stored = self._source.tensor(self._stored(name), device)
         if self._r1 is None or not name.endswith(".weight"):
-            return stored.to(device)
+            return stored
         if relative == "norm.weight":
-            return torch.full_like(stored, 1.0 - self.config.norm_offset).to(device)
+            return torch.full_like(stored, 1.0 - self.config.norm_offset)
+        turned = stored.float()
         if name == "lm_head.weight":
-            gain = self._gain(f"{self.config.tensor_prefix}norm.weight")
-            return (stored.float() * gain @ self._r1).to(stored.dtype).to(device)
-        return (stored.float() @ self._r1).to(stored.dtype).to(device)
+            turned = turned * self._gain(f"{self.config.tensor_prefix}norm.weight", device)
+        return (turned @ self._r1_on(device)).to(stored.dtype)
+
+    def _r1_on(self, device: torch.device) -> Tensor:
+        """R1, which stays where it was asked for last."""
+        assert self._r1 is not None
+        self._r1 = self._r1.to(device)
+        return self._r1
 
     def _stored(self, name: str) -> str:
         tied = self.unties and name == "lm_head.weight"
         return f"{self.config.tensor_prefix}embed_tokens.weight" if tied else name
 
-    def _gain(self, name: str) -> Tensor:
-        return self._source.tensor(name).float() + self.config.norm_offset
+    def _gain(self, name: str, device: torch.device) -> Tensor:
+        return self._source.tensor(name, device).float() + self.config.norm_offset
 
-    def _of_layer(self, name: str, index: str, relative: str) -> Tensor:
-        stored = self._source.tensor(name)
+    def _of_layer(self, name: str, device: torch.device, index: str, relative: str) -> Tensor:
+        stored = self._source.tensor(name, device)
         module, kind = relative.rsplit(".", 1)
         linear = module.rsplit(".", 1)[-1]
         if linear in _READERS:
@@ -108,22 +114,23 @@ class RotatedCheckpoint(Checkpoint):
         if linear in ("v_proj", "qkv_proj"):
             tensor = self._turned_values(tensor)
         if linear == "o_proj" and kind == "weight":
-            tensor = (tensor.view(len(tensor), -1, self.config.head_dim) @ self._r2).flatten(1)
+            tensor = (tensor.view(len(tensor), -1, self.config.head_dim) @ self._r2.to(device)).flatten(1)
         if self._r1 is None:
             return tensor
         if linear in ("o_proj", "down_proj"):  # weight and bias alike
-            return self._r1.T @ tensor
+            return self._r1_on(device).T @ tensor
         if kind == "bias":
             return tensor
         norm = next(norm for norm, readers in _READERS.items() if linear in readers)
-        return tensor * self._gain(f"{layer_prefix(self.config, int(index))}{norm}.weight") @ self._r1
+        gain = self._gain(f"{layer_prefix(self.config, int(index))}{norm}.weight", device)
+        return tensor * gain @ self._r1_on(device)
 
     def _turned_values(self, tensor: Tensor) -> Tensor:
         """Rows of v, weight or bias: the last of a fused projection."""
         config, tensor = self.config, tensor.clone()
         rows = tensor[-config.num_kv_heads * config.head_dim :]
         heads = rows.view(config.num_kv_heads, config.head_dim, -1)
-        rows.copy_((self._r2.T @ heads).view_as(rows))
+        rows.copy_((self._r2.T.to(rows.device) @ heads).view_as(rows))
         return tensor
 
 

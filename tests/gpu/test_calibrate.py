@@ -67,6 +67,16 @@ def test_weights_are_those_of_the_cpu(
     assert all(error_ratio(ours[name], theirs[name]) <= bound for name in theirs)
 
 
+@pytest.mark.parametrize("family", ["llama3", "gemma3", "phi3"])
+def test_rotated_weights_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+    source = tiny_model(family, tmp_path / "source")
+    for device in ("cpu", "cuda"):
+        job = _job(source, tmp_path / device, device, torch.float32, scheme="w8a16-int8", rotate=True)
+        pipeline.run(job, progress=False)
+    ours, theirs = _values(tmp_path / "cuda"), _values(tmp_path / "cpu")
+    assert all(error_ratio(ours[name], theirs[name]) < 1e-3 for name in theirs)  # a code in thousands ties
+
+
 @pytest.mark.parametrize("family", ["llama3", "mixtral"])
 @pytest.mark.parametrize(("scheme", "method"), [("awq", "awq"), ("w4a16", "gptq"), ("int8", "smoothquant")])
 def test_stopped_and_from_files_the_bits_are_the_same(
