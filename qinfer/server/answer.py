@@ -11,20 +11,22 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import NamedTuple
 
 from starlette.responses import Response
 
-from qinfer.outputs import RequestOutput
+from qinfer.outputs import CompletionOutput, RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.server import beams
-from qinfer.server.deltas import usage_of
+from qinfer.server.deltas import Progress, usage_of
 from qinfer.server.protocol import GenerationRequest
 from qinfer.server.sampling import check_room
 from qinfer.server.state import ServerState
-from qinfer.server.streaming import EventStream, after_first, ended_in_order, event, merge
+from qinfer.server.streaming import EventStream, ended_in_order, event, merge
+from qinfer.server.text_events import TextEvents
 from qinfer.server.wire import Body, Usage
 
 logger = logging.getLogger(__name__)
@@ -72,8 +74,9 @@ class Answer(ABC):
         if self.state.options.log_requests:
             self._log()
         if self.request.stream:
-            events = self.ended(await after_first(self.events()))
-            return EventStream(events, keep_alive=self.state.options.keep_alive_seconds)
+            events = self.events()
+            first = await anext(events)  # what fails before it can still be an HTTP error
+            return EventStream(self.ended(first, events), keep_alive=self.state.options.keep_alive_seconds)
         async for _ in self.outputs():
             pass
         return Response(self.text(), media_type="application/json")
@@ -92,14 +95,20 @@ class Answer(ABC):
                 "request %s: %d tokens, %r, %s", self.id, len(work.token_ids), shown, work.params.chosen()
             )
 
-    def ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """The events with what ends a stream, well or not."""
-        return ended_in_order(events)
+    def ended(self, first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """All events, `first` among them, with what ends a stream, well or not."""
+        return ended_in_order(first, events)
 
     async def outputs(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """(prompt, output) as they come; closing this aborts what still runs."""
         unique = uuid.uuid4().hex[:8]  # clients choose ids, and may choose the same
         sources = [self._source(work, f"{self.id}-{unique}-{i}") for i, work in enumerate(self.work)]
+        if len(sources) == 1:  # the usual case, without a task for each output
+            async with aclosing(sources[0]) as source:
+                async for output in source:
+                    self.latest[0] = output
+                    yield 0, output
+            return
         async with aclosing(merge(sources)) as merged:
             async for index, output in merged:
                 self.latest[index] = output
@@ -123,11 +132,27 @@ class Answer(ABC):
 
 
 class ChunkedAnswer(Answer):
-    """An answer of choices, streamed in chunks of them."""
+    """An answer of choices, streamed in chunks of them; `progress` is what was said of each choice."""
+
+    def __init__(
+        self, state: ServerState, request: GenerationRequest, answer_id: str, work: Sequence[Work]
+    ) -> None:
+        super().__init__(state, request, answer_id, work)
+        self.progress: dict[int, Progress] = {}
+        self._texts: dict[int, TextEvents] = {}  # of choices of which only text is new, until they finish
 
     @abstractmethod
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
-        """What a stream says now that prompt number `prompt` has this output."""
+    def chunks(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[Body]:
+        """What a stream says of choice `index` now that its request has this output."""
+
+    @abstractmethod
+    def text_chunk(self, index: int, text: str) -> Body:
+        """The chunk that adds text to choice `index`, and nothing else."""
+
+    @property
+    @abstractmethod
+    def is_plain(self) -> bool:
+        """Whether most chunks of the stream do nothing but add text."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> Body:
@@ -145,10 +170,22 @@ class ChunkedAnswer(Answer):
         """The stream's events, without the last `[DONE]`."""
         async with aclosing(self.outputs()) as outputs:
             async for index, output in outputs:
-                if chunks := self.chunks(index, output):
-                    yield "".join(event(chunk.json_text()) for chunk in chunks)
+                if said := "".join(self._said(index, output)):
+                    yield said
         if self.request.include_usage or self.state.options.force_usage:
             yield event(self.usage_chunk(self.usage()).json_text())
+
+    def _said(self, prompt: int, output: RequestOutput) -> Iterator[str]:
+        for completion in output.outputs:
+            index = prompt * len(output.outputs) + completion.index
+            if completion.finish_reason is None and (texts := self._texts.get(index)) is not None:
+                if (delta := self.progress[index].take(completion)) is not None:
+                    yield texts.of(delta.text)
+                continue
+            for chunk in self.chunks(index, output, completion):
+                yield event(chunk.json_text())
+            if self.is_plain and index in self.progress:  # the first chunk, which may say more, is out
+                self._texts[index] = TextEvents(partial(self.text_chunk, index))
 
     def usage_field(self) -> dict[str, Usage]:
         """`usage` for a chunk: only where the client wants it in every one."""

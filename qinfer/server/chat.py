@@ -67,20 +67,27 @@ class ChatAnswer(ChunkedAnswer):
         self, state: ServerState, request: ChatRequest, answer_id: str, work: Sequence[Work]
     ) -> None:
         super().__init__(state, request, answer_id, work)
-        self._progress: dict[int, Progress] = {}
         self._turns = [turn_of(state, request) for _ in range(request.n or 1)]
         self._num_finished = 0
 
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
+    def chunks(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[Body]:
         """The role of a choice that is new, then what it says."""
-        chunks: list[Body] = []
-        for completion in output.outputs:
-            if completion.index not in self._progress:
-                chunks.append(self._role_chunk(completion.index, output))
-            if (delta := self._take(completion)) is not None:
-                said = self._turns[completion.index].take(delta)
-                chunks += [self._chunk(completion.index, *one) for one in said]
+        chunks = [] if index in self.progress else [self._role_chunk(index, output)]
+        if (delta := self._take(completion)) is not None:
+            chunks += [self._chunk(index, *one) for one in self._turns[index].take(delta)]
         return chunks
+
+    @property
+    def is_plain(self) -> bool:
+        """Without tools, logprobs, ids and counts."""
+        asked = self.request
+        says_more = asked.return_token_ids or asked.logprobs or self.usage_field()
+        return self._turns[0].is_text and not says_more
+
+    def text_chunk(self, index: int, text: str) -> Body:
+        """A choice that has not finished."""
+        delta = Delta(text, [], None, None, None)
+        return self._chunk(index, ChatMessage(content=text), delta)
 
     def usage_chunk(self, usage: Usage) -> Body:
         """Token counts and no choice."""
@@ -107,7 +114,7 @@ class ChatAnswer(ChunkedAnswer):
 
     def _take(self, completion: CompletionOutput) -> Delta | None:
         interval = self.request.stream_interval or 1
-        return self._progress.setdefault(completion.index, Progress(interval)).take(completion)
+        return self.progress.setdefault(completion.index, Progress(interval)).take(completion)
 
     def _role_chunk(self, index: int, output: RequestOutput) -> Body:
         delta = ChatMessage(role=ROLE, content=self._echo())

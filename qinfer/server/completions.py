@@ -80,13 +80,24 @@ class CompletionAnswer(ChunkedAnswer):
     ) -> None:
         super().__init__(state, request, answer_id, work)
         self.generated = request.max_tokens != 0
-        self._progress: dict[int, Progress] = {}
         self._writers: dict[int, CompletionLogprobWriter] = {}
 
-    def chunks(self, prompt: int, output: RequestOutput) -> list[Body]:
-        """One chunk per choice that has something new to show."""
-        choices = [self._choice(prompt, output, completion) for completion in output.outputs]
-        return [self._completion([choice], self.usage_field()) for choice in choices if choice is not None]
+    def chunks(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[Body]:
+        """One where there is something new to show."""
+        choice = self._choice(index, output, completion)
+        return [] if choice is None else [self._completion([choice], self.usage_field())]
+
+    @property
+    def is_plain(self) -> bool:
+        """Without logprobs, ids and counts."""
+        asked = self.request
+        says_more = asked.return_token_ids or asked.logprobs is not None or self.usage_field()
+        return self.generated and not says_more
+
+    def text_chunk(self, index: int, text: str) -> Body:
+        """A choice that has not finished."""
+        choice = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None, stop_reason=None)
+        return self._completion([choice], {})
 
     def usage_chunk(self, usage: Usage) -> Body:
         """Token counts and no choice."""
@@ -95,7 +106,7 @@ class CompletionAnswer(ChunkedAnswer):
     def body(self) -> Body:
         """All choices, in order."""
         choices = [
-            self._choice(prompt, output, completion)
+            self._choice(prompt * len(output.outputs) + completion.index, output, completion)
             for prompt, output in enumerate(self.latest)
             if output is not None
             for completion in output.outputs
@@ -114,17 +125,16 @@ class CompletionAnswer(ChunkedAnswer):
         )
 
     def _choice(
-        self, prompt: int, output: RequestOutput, completion: CompletionOutput
+        self, index: int, output: RequestOutput, completion: CompletionOutput
     ) -> CompletionChoice | None:
-        index = prompt * len(output.outputs) + completion.index
-        first = index not in self._progress
-        progress = self._progress.setdefault(index, Progress(self.request.stream_interval or 1))
+        first = index not in self.progress
+        progress = self.progress.setdefault(index, Progress(self.request.stream_interval or 1))
         if not self.generated:
             completion = _without_tokens(completion)
         delta = progress.take(completion)
         if delta is None:
             if first:
-                del self._progress[index]  # nothing was said yet: the echo is still to come
+                del self.progress[index]  # nothing was said yet: the echo is still to come
             return None
         logprobs = self._logprobs(index, output, delta, first)
         more = self._extensions(output, delta, first)

@@ -92,12 +92,13 @@ class ResponseAnswer(Answer):
                     self.keep()
                 yield "".join(events)
 
-    def ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    def ended(self, first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """The events; a failure becomes one `error`, the last."""
-        return self._ended(events)
+        return self._ended(first, events)
 
-    async def _ended(self, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def _ended(self, first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         try:
+            yield first
             async for text in events:
                 yield text
         except Exception as error:  # the status line is sent: this is the only place left to say it

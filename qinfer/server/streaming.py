@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -35,11 +34,6 @@ def event(json: str) -> str:
 
 async def merge(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
     """(index of the source, item) as items arrive; the first failure, or closing this, closes all sources."""
-    if len(sources) == 1:  # the usual case, without a task for each item
-        async with aclosing(sources[0]) as source:
-            async for item in source:
-                yield 0, item
-        return
     waiting = {asyncio.ensure_future(anext(source)): index for index, source in enumerate(sources)}
     try:
         while waiting:
@@ -130,9 +124,10 @@ class EventStream(Response):
             await asyncio.gather(coming, return_exceptions=True)
 
 
-async def ended_in_order(events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """The events, then `[DONE]`; a failure becomes one error event before it."""
+async def ended_in_order(first: str, events: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    """The first event, the others, then `[DONE]`; a failure becomes one error event before it."""
     try:
+        yield first
         async for text in events:
             yield text
     except Exception as error:  # the status line is sent: this is the only place left to say it
@@ -142,18 +137,3 @@ async def ended_in_order(events: AsyncGenerator[str, None]) -> AsyncGenerator[st
     finally:
         await events.aclose()
     yield DONE
-
-
-async def after_first(source: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The source again, once its first item is there: what fails before it can still be an HTTP error."""
-    first = await anext(source)
-
-    async def all_items() -> AsyncGenerator[T, None]:
-        try:
-            yield first
-            async for item in source:
-                yield item
-        finally:
-            await source.aclose()
-
-    return all_items()

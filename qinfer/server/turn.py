@@ -28,6 +28,11 @@ class Turn:
         self._num_calls = 0
         self._waiting: Delta | None = None
 
+    @property
+    def is_text(self) -> bool:
+        """Whether all that is said is content."""
+        return self._reader is None
+
     def take(self, delta: Delta) -> list[tuple[ChatMessage, Delta]]:
         """(what to say, the tokens that go with it), the finish reason in the last."""
         delta = _joined(self._waiting, delta)
