@@ -17,12 +17,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
+from qinfer.env import cpu_name
 from qinfer.evals import fidelity, text
 from qinfer.evals.statistics import mean_interval
 from qinfer.evals.store import Store
@@ -65,13 +68,16 @@ def main() -> None:
     print(file=sys.stderr)
     kl = mean_interval([window.kl for window in scores])
     document = {
-        "model": options.model,
-        "against": options.against,
+        "date": date.today().isoformat(),
+        "processor": cpu_name(),
+        "model": Path(options.model).name,
+        "against": Path(options.against).name,
         "schemes": sorted(candidate.schemes()),
         "windows": len(windows),
         "tokens": sum(map(len, windows)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "seconds": seconds,
         "ratio": ratio,
         "mean_kl": kl._asdict(),

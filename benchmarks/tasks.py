@@ -16,14 +16,18 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import transformers
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
+from qinfer.env import cpu_name
 from qinfer.evals.lm_model import EngineLM
 from qinfer.evals.store import Store
 from qinfer.evals.tasks_lm_eval import LMEvalTask, load_lm_eval_tasks
@@ -64,11 +68,15 @@ def main() -> None:
         engine = EngineLM(scorer, options.model)
         tasks = [_measure(task, Turns(hf, engine), options) for task in load_lm_eval_tasks(options.tasks)]
     document = {
-        "model": options.model,
+        "date": date.today().isoformat(),
+        "processor": cpu_name(),
+        "model": Path(options.model).name,
         "dtype": options.dtype,
         "hf_batch_size": options.batch_size,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "lm_eval": version("lm_eval"),
         "tasks": tasks,
     }
     print(json.dumps(document, indent=2))
