@@ -35,6 +35,12 @@ def check_counts(**counts: object) -> None:
             raise UserError(f"{name} must be a whole number of at least 1, not {value!r:.100}", name)
 
 
+def check_seed(seed: object) -> None:
+    """UserError for what is no whole number."""
+    if not isinstance(seed, int):
+        raise UserError(f"seed must be a whole number, not {seed!r:.100}", "seed")
+
+
 class CheckpointError(UserError):
     """A checkpoint that is missing, incomplete or contradicts itself; names the file or the tensor."""
 

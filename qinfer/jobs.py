@@ -1,43 +1,28 @@
 """Quantize -> gate -> certificate: the one place that knows both calibrate and evals.
 
 `quantize` makes a checkpoint and has it judged against the model it came from; `evaluate` judges one that
-exists; `score_text` measures one model alone. The verdict decides nothing here: it is written beside the
-checkpoint, the command line turns it into an exit code, and serving obeys it. Only a quantized candidate
-gets a certificate; a dense one needs none.
-
-A checkpoint that waits for its verdict carries a note of what it was made by and from. Where judging was
-interrupted, the same call finds the note and goes on with judging, told to overwrite or not.
+exists. The verdict decides nothing here: it is written beside the checkpoint, the command line turns it into
+an exit code, and serving obeys it. Only a quantized candidate gets a certificate; a dense one needs none.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
-from tqdm import tqdm
-
-import qinfer
-from qinfer import compare, reading
+from qinfer import compare, reading, waiting
 from qinfer.calibrate import mixed_run, pipeline
 from qinfer.calibrate.data import DEFAULT_SEED, check_source
-from qinfer.calibrate.report import FILE_NAME, QuantizeReport
-from qinfer.checkpoint.files import read_json
-from qinfer.errors import UserError, check_counts, check_flags
-from qinfer.evals import certificate, perplexity, report, text
+from qinfer.calibrate.report import QuantizeReport
+from qinfer.certifying import Seal, certify
+from qinfer.errors import UserError, check_counts, check_flags, check_seed
+from qinfer.evals import report
 from qinfer.evals.budget import parse_budget
 from qinfer.evals.gate import GateResult
-from qinfer.evals.signature import Signer
 from qinfer.evals.thresholds import profile_named
-
-PAGE_NAME = "qinfer_gate.html"  # the report for a browser, beside the certificate
-WAITING_NAME = "qinfer_waiting.json"  # beside a checkpoint without a verdict: the call that made it
-
-logger = logging.getLogger(__name__)
 
 
 class QuantizeResult(NamedTuple):
@@ -59,19 +44,6 @@ class QuantizeResult(NamedTuple):
         if self.gate is not None and self.gate.verdict != "PASS":
             lines.append("repair: the same command with --until-gate gives 8 bits to what does most damage")
         return "\n".join(lines)
-
-
-class Seal(NamedTuple):
-    """Who vouches for a certificate, and for how long."""
-
-    signer: Signer | None
-    valid_days: int | None
-
-    @classmethod
-    def prepare(cls, sign: str | Path | None, valid_days: int | None) -> Seal:
-        """Reads the key before anything is measured; UserError where it is none, or for less than a day."""
-        check_counts(valid_days=valid_days)
-        return cls(None if sign is None else Signer.load(Path(sign)), valid_days)
 
 
 def quantize(
@@ -118,7 +90,7 @@ def quantize(
     if until_gate and not gate:
         raise UserError("until_gate raises units until the gate passes: it cannot go without", "until_gate")
     check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
-    _check_seed(seed)
+    check_seed(seed)
     check_source(calibration)
     seal = Seal.prepare(sign, valid_days)
     folder = _folder_to_write(out)
@@ -137,7 +109,7 @@ def quantize(
         "seed": seed,
         "device": device,
     }
-    call = {**_made_from(source, calibration), **settings, "budget": budget}
+    call = waiting.call_of(source, {**settings, "budget": budget})
     judged: list[GateResult] = []
 
     def judge(_: QuantizeReport) -> bool:
@@ -145,10 +117,10 @@ def quantize(
         candidate = reading.open_model(str(folder))
         serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
         comparison = compare.Comparison(candidate, serving, source, profile)
-        judged.append(_certify(comparison, seal, progress=progress))
+        judged.append(certify(comparison, seal, progress=progress))
         return judged[-1].verdict == "PASS"
 
-    made = _made_before(folder, call, overwrite=overwrite) if gate and not until_gate else None
+    made = waiting.found(folder, call, overwrite=overwrite) if gate and not until_gate else None
     if made is None:
         mixing = budget is not None or until_gate
         job = pipeline.prepare(
@@ -166,8 +138,7 @@ def quantize(
             made = mixed_run.run_until(job, judge, budget=budget, progress=progress)
             return QuantizeResult(folder, made, judged[-1])
         job = job if budget is None else mixed_run.within(job, budget)
-        waiting = {WAITING_NAME: json.dumps(call, indent=1, default=repr)} if gate else {}
-        made = pipeline.run(job, progress=progress, extra_files=waiting)
+        made = pipeline.run(job, progress=progress, extra_files=waiting.note(call) if gate else {})
         del job
     if gate:
         judge(made)
@@ -219,7 +190,7 @@ class Order(NamedTuple):
 
     def carry_out(self) -> GateResult:
         """Judges and, for a quantized candidate, certifies."""
-        return _certify(self.comparison, self.seal, progress=self.progress)
+        return certify(self.comparison, self.seal, progress=self.progress)
 
 
 def prepare(
@@ -254,7 +225,7 @@ def prepare(
     Raises UserError for an unknown option, models that cannot be compared, or what cannot be read.
     """
     profile_named(profile)
-    _check_seed(seed)
+    check_seed(seed)
     check_flags(chat=chat, keep=keep)
     seconds = None if budget is None else parse_budget(budget)
     questions = compare.Questions.chosen(tasks, profile, limit, num_fewshot, chat)
@@ -270,109 +241,8 @@ def prepare(
     return Order(comparison, seal, progress)
 
 
-def score_text(
-    model: str,
-    text_file: str | Path,
-    *,
-    windows: int | None = None,
-    window: int = 1024,
-    dtype: str = "auto",
-    kv_cache_dtype: str = "auto",
-    lm_head_dtype: str = "auto",
-    seed: int = 0,
-    revision: str | None = None,
-    hf_token: str | None = None,
-    progress: bool = True,
-) -> perplexity.TextScore:
-    """Perplexity of one model on a UTF-8 text, in its first `windows` windows (None: all) of `window` tokens.
-
-    Raises UserError for a window below 2, and a text that cannot be read or is too short to score.
-    """
-    check_counts(windows=windows, window=window)
-    _check_seed(seed)
-    if window < 2:
-        raise UserError(f"window is {window}: at least 2 tokens are needed to score one", "window")
-    opened = reading.open_model(model, revision=revision, token=hf_token)
-    serving = reading.Serving.settle(dtype, kv_cache_dtype, opened.checkpoint, lm_head_dtype)
-    window = min(window, opened.checkpoint.config.context_len)
-    cut = list(text.text_windows(opened.tokenizer, reading.read_text(Path(text_file)), window))[:windows]
-    if not cut:
-        raise UserError(f"{text_file} holds no text to score: at least two tokens are needed", "text")
-    ids = [w.token_ids for w in cut]
-    nlls = perplexity.likelihoods(reading.Reader(opened, serving, window).logits, ids)
-    settings = {
-        "model": model,
-        "text": str(text_file),
-        "windows": len(cut),
-        "window": window,
-        "stride": window,
-        "data_sha256": text.data_hash(cut),
-        "dtype": reading.name_of(serving.dtype),
-        "kv_cache_dtype": serving.kv_cache_dtype,
-        "lm_head_dtype": serving.lm_head_dtype,
-        "qinfer": qinfer.__version__,
-    }
-    return perplexity.score_text(
-        list(tqdm(nlls, total=len(ids), desc="perplexity", unit="window", disable=not progress)),
-        "".join(opened.tokenizer.decode(w[1:], skip_special_tokens=False) for w in ids),
-        settings,
-        seed=seed,
-    )
-
-
-def _check_seed(seed: object) -> None:
-    if not isinstance(seed, int):
-        raise UserError(f"seed must be a whole number, not {seed!r:.100}", "seed")
-
-
 def _folder_to_write(out: object) -> Path:
     """`out` as a path; UserError for what names no folder, such as "" (which Path takes for ".")."""
     if not isinstance(out, str | os.PathLike) or not str(out).strip() or "\0" in str(out):
         raise UserError(f"out must name a folder to write, not {out!r:.100}", "out")
     return Path(out)
-
-
-def _made_from(source: reading.OpenModel, calibration: str | None) -> dict[str, Any]:
-    """What is read, JSON-ready: files that have changed since are others, though their names are the same."""
-    files = list(source.checkpoint.weight_files)
-    if isinstance(calibration, str) and os.path.isfile(calibration):
-        files.append(Path(calibration))
-    stats = {str(file.resolve()): file.stat() for file in files}
-    return {
-        "qinfer": qinfer.__version__,
-        "source": str(source.checkpoint.path.resolve()),
-        "size_and_time": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-    }
-
-
-def _made_before(folder: Path, call: dict[str, Any], *, overwrite: bool) -> QuantizeReport | None:
-    """Report of the checkpoint that this very call made in `folder` and that waits for its verdict."""
-    note = folder / WAITING_NAME
-    if not os.path.isfile(note) or read_json(note) != call:  # Path's own raises where a name is too long
-        return None
-    logger.warning(
-        "%s was made by this command before and waits for its verdict: judging it%s",
-        folder,
-        ", not overwriting it" if overwrite else "",
-    )
-    return QuantizeReport.from_dict(read_json(folder / FILE_NAME))
-
-
-def _certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> GateResult:
-    """Judges, and writes certificate and report beside a candidate that needs them to be served."""
-    checkpoint = comparison.candidate.checkpoint
-    hashes = comparison.candidate.hashes  # before anything is loaded
-    result = compare.judge(comparison, progress=progress)
-    if checkpoint.is_quantized:
-        document = result.to_dict()
-        certificate.write(
-            checkpoint.path,
-            document,
-            hashes,
-            report.markdown(document, result.examples),
-            signer=seal.signer,
-            valid_days=seal.valid_days,
-        )
-        report.write(checkpoint.path / PAGE_NAME, result, kinds=("html",))
-        (checkpoint.path / WAITING_NAME).unlink(missing_ok=True)
-    return result

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from qinfer import jobs
+from qinfer import jobs, judging
 from qinfer.cli import main
 from qinfer.errors import CheckpointError, GateError, UserError
 from qinfer.evals import certificate, clearance, thresholds
@@ -222,7 +222,7 @@ def test_e07_e08_score_text_equals_transformers(source: Path, tmp_path: Path) ->
     text = "It was a bright cold day, and the clocks were striking. Naïve café, zwölf.\n" * 9
     file = tmp_path / "text.txt"
     file.write_text(text, encoding="utf-8")
-    score = jobs.score_text(str(source), file, window=64, windows=9, dtype="float32", progress=False)
+    score = judging.score_text(str(source), file, window=64, windows=9, dtype="float32", progress=False)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     ids = jobs.reading.open_model(str(source)).tokenizer.encode(text, add_special_tokens=False)
     nll, tokens = 0.0, 0
@@ -243,9 +243,9 @@ def test_score_text_refuses_what_cannot_be_scored(source: Path, tmp_path: Path) 
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     with pytest.raises(UserError, match="no text to score"):
-        jobs.score_text(str(source), empty, progress=False)
+        judging.score_text(str(source), empty, progress=False)
     with pytest.raises(UserError, match="window is 1"):
-        jobs.score_text(str(source), empty, window=1, progress=False)
+        judging.score_text(str(source), empty, window=1, progress=False)
 
 
 @pytest.mark.parametrize(

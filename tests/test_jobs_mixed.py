@@ -51,7 +51,7 @@ def test_units_are_raised_until_the_gate_passes(
         verdict = Verdict.PASS if len(raised) == 3 else Verdict.FAIL
         return GateResult(verdict, ("so it is",), (), {})
 
-    monkeypatch.setattr(jobs, "_certify", certify)
+    monkeypatch.setattr(jobs, "certify", certify)
     result = jobs.quantize(str(source), tmp_path / "out", until_gate=True, calibration=text, **ARGUMENTS)  # type: ignore[arg-type]
     assert result.gate is not None
     assert result.gate.verdict == "PASS"

@@ -105,7 +105,7 @@ def evaluate(
         result: Any
         if perplexity is not None:
             of_text: dict[str, Any] = {"windows": windows, "window": window, "seed": seed}
-            result = jobs.score_text(models[0], perplexity, **of_text, **common)
+            result = judging.score_text(models[0], perplexity, **of_text, **common)
         elif against is None:
             result = judging.ask_tasks(models[0], **asked, **common)
         else:

@@ -1,0 +1,47 @@
+"""The gate's verdict, and what is written of it beside a checkpoint so that it may be served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from qinfer import compare, waiting
+from qinfer.errors import check_counts
+from qinfer.evals import certificate, report
+from qinfer.evals.gate import GateResult
+from qinfer.evals.signature import Signer
+
+PAGE_NAME = "qinfer_gate.html"  # the report for a browser, beside the certificate
+
+
+class Seal(NamedTuple):
+    """Who vouches for a certificate, and for how long."""
+
+    signer: Signer | None
+    valid_days: int | None
+
+    @classmethod
+    def prepare(cls, sign: str | Path | None, valid_days: int | None) -> Seal:
+        """Reads the key before anything is measured; UserError where it is none, or for less than a day."""
+        check_counts(valid_days=valid_days)
+        return cls(None if sign is None else Signer.load(Path(sign)), valid_days)
+
+
+def certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> GateResult:
+    """Judges, and writes certificate and report beside a candidate that needs them to be served."""
+    checkpoint = comparison.candidate.checkpoint
+    hashes = comparison.candidate.hashes  # before anything is loaded
+    result = compare.judge(comparison, progress=progress)
+    if checkpoint.is_quantized:
+        document = result.to_dict()
+        certificate.write(
+            checkpoint.path,
+            document,
+            hashes,
+            report.markdown(document, result.examples),
+            signer=seal.signer,
+            valid_days=seal.valid_days,
+        )
+        report.write(checkpoint.path / PAGE_NAME, result, kinds=("html",))
+        waiting.is_over(checkpoint.path)
+    return result
