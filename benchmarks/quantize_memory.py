@@ -26,7 +26,7 @@ import torch
 
 from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.data import CalibrationData
-from qinfer.calibrate.job import chosen_device, device_name
+from qinfer.calibrate.devices import chosen_device, device_name
 from qinfer.calibrate.pace import effort, measured_pace
 from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import CPU

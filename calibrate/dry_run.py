@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from qinfer.calibrate import mixed_run, pipeline
-from qinfer.calibrate.job import chosen_device, device_name, fast_dtype
+from qinfer.calibrate import mixed_run
+from qinfer.calibrate.devices import chosen_device, device_name, fast_dtype
 from qinfer.calibrate.journal import finished_layers
 from qinfer.calibrate.needs import Work, disk, gpu_memory, memory, spills
 from qinfer.calibrate.pace import effort, measured_pace
+from qinfer.calibrate.prepare import MAX_SEQ_LEN, NUM_SAMPLES
 from qinfer.calibrate.recipe import settle
 from qinfer.calibrate.selftext import GPU_SHARE
 from qinfer.checkpoint.checkpoint import Checkpoint
@@ -154,9 +155,9 @@ def plan(
     config = source.config
     recipe = settle(config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
     check_out(source, out, overwrite=overwrite)
-    length = min(max_seq_len or pipeline.MAX_SEQ_LEN, config.context_len)
+    length = min(max_seq_len or MAX_SEQ_LEN, config.context_len)
     reads = recipe.needs_text or with_text or mixing
-    tokens = (num_samples or pipeline.NUM_SAMPLES) * length if reads else 0
+    tokens = (num_samples or NUM_SAMPLES) * length if reads else 0
     where = chosen_device(device)
     dtype = fast_dtype(where)
     work = Work(config, recipe, tokens, length, dtype.itemsize, on_gpu=where.type == "cuda")

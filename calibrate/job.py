@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import qinfer
-from qinfer.backend import model_device
 from qinfer.calibrate import health
 from qinfer.calibrate.data import DEFAULT_SEED, CalibrationData
+from qinfer.calibrate.devices import device_name, fast_dtype
 from qinfer.calibrate.kv_scales import kv_cache_scheme
 from qinfer.calibrate.mixing import unit_bits
 from qinfer.calibrate.needs import Work
@@ -23,8 +23,6 @@ from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, unquantized
-from qinfer.env import cpu_features
-from qinfer.errors import UserError
 from qinfer.quant import Scheme
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -143,36 +141,3 @@ class QuantizeJob:
 def unit_name(unit: Unit) -> str:
     """A unit in words."""
     return f"layer {unit[0]} {unit[1]}"
-
-
-def chosen_device(name: str | None) -> torch.device:
-    """The device that `name` means: "cpu", "cuda" or "cuda:1"; None or "auto": a GPU where there is one.
-
-    Raises UserError for another name, and for a GPU that torch does not see.
-    """
-    if name is None or name == "auto":
-        return model_device()
-    kind, _, number = str(name).partition(":")
-    if kind == "cpu" and not number:
-        return CPU
-    if kind != "cuda" or not (number.isdecimal() or name == "cuda"):
-        raise UserError(f"unknown device {name!r:.100}; choose auto, cpu, cuda or cuda:N", "device")
-    count, index = torch.cuda.device_count(), int(number or 0)
-    if index >= count:
-        seen = f"{count} GPUs, from cuda:0" if count else "no GPU"
-        raise UserError(f"there is no {name}: torch sees {seen}; choose auto or cpu", "device")
-    return torch.device("cuda", index)
-
-
-def device_name(device: torch.device) -> str:
-    """What decides the bits of a result: GPUs of one model give the same."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """Of activations: bfloat16 where the device has matrix units for it, else float32."""
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = "amx_bf16" in cpu_features()
-    return torch.bfloat16 if fast else torch.float32

@@ -14,7 +14,8 @@ from math import prod
 
 import torch
 
-from qinfer.calibrate.job import QuantizeJob, fast_dtype
+from qinfer.calibrate.devices import fast_dtype, working_on
+from qinfer.calibrate.job import QuantizeJob
 from qinfer.calibrate.mixing import average_bits, next_step, ranked, within_budget
 from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
@@ -31,17 +32,18 @@ def with_costs(job: QuantizeJob, *, progress: bool = True) -> QuantizeJob:
     """The job with the KL that each unit costs alone: measured, or estimated above a billion parameters."""
     assert job.data is not None, "a job that mixes is prepared with text"
     measured = _is_measured(job.source.config)
-    costs = sensitivities(
-        job.source,
-        job.data.sequences,
-        job.recipe.scheme,
-        storage=job.storage,
-        # in bfloat16 any change at all costs 0.001 nats, as much as most units of SmolLM2-135M in 4 bits
-        dtype=torch.float32 if measured else job.dtype or fast_dtype(CPU),
-        measured=measured,
-        device=job.device,
-        progress=progress,
-    )
+    with working_on(job.device):
+        costs = sensitivities(
+            job.source,
+            job.data.sequences,
+            job.recipe.scheme,
+            storage=job.storage,
+            # in bfloat16 any change at all costs 0.001 nats, as much as most units of SmolLM2-135M in 4 bits
+            dtype=torch.float32 if measured else job.dtype or fast_dtype(CPU),
+            measured=measured,
+            device=job.device,
+            progress=progress,
+        )
     return replace(job, costs=costs)
 
 

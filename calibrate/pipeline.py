@@ -20,8 +20,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -30,112 +29,34 @@ from tqdm import tqdm
 
 from qinfer.calibrate import health, needs
 from qinfer.calibrate.block import Batch, embed_batches, load_block
-from qinfer.calibrate.data import DEFAULT_SEED, Document, calibration_sequences
-from qinfer.calibrate.job import QuantizeJob, chosen_device, unit_name
+from qinfer.calibrate.devices import working_on
+from qinfer.calibrate.job import QuantizeJob, unit_name
 from qinfer.calibrate.journal import Journal
-from qinfer.calibrate.kv_scales import SIDECAR, check_kind, scale_tensors, sidecar
+from qinfer.calibrate.kv_scales import SIDECAR, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.mixing import average_bits
-from qinfer.calibrate.recipe import PRESETS, settle
+from qinfer.calibrate.prepare import prepare
+from qinfer.calibrate.recipe import PRESETS
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.calibrate.report_page import MARKDOWN_NAME, PAGE_NAME, html, markdown
-from qinfer.calibrate.rotations import RotatedCheckpoint
-from qinfer.calibrate.selftext import Generate, engine_generate
-from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.names import (
     layer_groups,
     layer_modules,
     layer_tensors,
 )
-from qinfer.checkpoint.writer import CheckpointWriter, check_out
+from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
 from qinfer.errors import CheckpointError, UserError
 from qinfer.quant import Dense
-from qinfer.tokenizer import Tokenizer
 
 __all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 
-NUM_SAMPLES = 16
-MAX_SEQ_LEN = 512
 PROPAGATED = "outputs of the quantized layers before it"
 
 STREAMS = ".streams"  # folder for hidden states that do not fit into memory
 
 logger = logging.getLogger(__name__)
-
-
-def prepare(
-    source: Checkpoint,
-    tokenizer: Tokenizer,
-    out: Path,
-    *,
-    scheme: str = "int8",
-    method: str | None = None,
-    group_size: int | None = None,
-    symmetric: bool | None = None,
-    ranges: str | None = None,
-    kv_scales: str | None = None,
-    mixing: bool = False,
-    rotate: bool = False,
-    calibration: str | Iterable[Document] | None = None,
-    num_samples: int | None = None,
-    max_seq_len: int | None = None,
-    seed: int = DEFAULT_SEED,
-    overwrite: bool = False,
-    resume: bool = True,
-    device: str | None = None,
-    generate: Generate | None = None,
-    progress: bool = True,
-) -> QuantizeJob:
-    """Settles a job: recipe first, then the text, both before any weight of a layer is read.
-
-    `device` is "auto" (or None: a GPU where there is one), "cpu", "cuda" or "cuda:N". `generate` writes
-    self-written text; None loads the source into the engine when that is called for. `rotate` merges
-    rotations into the weights first. `mixing` says that sensitivities will be measured, which takes text
-    whatever the method.
-    Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
-    `out` that holds something, and a length beyond the model's context.
-    """
-    if source.is_quantized:
-        raise UserError(f"{source.path} is quantized already: give the original model", "model")
-    recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
-    where = chosen_device(device)
-    if rotate and source.config.num_experts:
-        raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
-    if rotate:
-        source, note = _rotated(source, seed)
-        recipe = recipe._replace(notes=(*recipe.notes, note))
-    check_kind(kv_scales)
-    for note in recipe.notes:
-        logger.warning(note)
-    check_out(source, out, overwrite=overwrite)  # refuses now what it would refuse later
-    context = source.config.context_len
-    if max_seq_len is not None and max_seq_len > context:
-        raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
-    data = None
-    if recipe.needs_text or kv_scales is not None or mixing:
-        data = calibration_sequences(
-            calibration,
-            tokenizer,
-            generate or engine_generate(source, tokenizer, device=where, progress=progress),
-            num_samples=NUM_SAMPLES if num_samples is None else num_samples,
-            max_seq_len=min(MAX_SEQ_LEN, context) if max_seq_len is None else max_seq_len,
-            seed=seed,
-        )
-    elif calibration is not None:
-        logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
-    return QuantizeJob(
-        source, out, recipe, data, overwrite, kv_scales=kv_scales, seed=seed, resume=resume, device=where
-    )
-
-
-def _rotated(source: Checkpoint, seed: int) -> tuple[Checkpoint, str]:
-    rotated = RotatedCheckpoint(source, seed)
-    if source.config.sandwich_norms:
-        return rotated, "only the heads' values are rotated: this family's norms keep the stream as it is"
-    extra = " and lm_head, which was the embedding, is a matrix of its own" if rotated.unties else ""
-    return rotated, f"the residual stream and the heads' values are rotated{extra}"
 
 
 def run(
@@ -155,7 +76,7 @@ def run(
         writer.release()
         raise
     try:
-        with torch.inference_mode(), _working_on(job.device):
+        with torch.inference_mode(), working_on(job.device):
             return _run(job, writer, journal, progress, extra_files or {})
     except BaseException as error:
         if isinstance(error, CheckpointError) or not journal.done:
@@ -178,19 +99,6 @@ def run(
     finally:
         shutil.rmtree(writer.folder / STREAMS, ignore_errors=True)
         writer.release()
-
-
-@contextmanager
-def _working_on(device: torch.device) -> Iterator[None]:
-    """Kernels run on this device; what torch keeps of a GPU's memory is given back at the end."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        try:
-            yield
-        finally:
-            torch.cuda.empty_cache()
 
 
 def _run(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from tqdm import tqdm
 
+from qinfer.calibrate.devices import working_on
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
@@ -74,17 +75,20 @@ def engine_generate(
         fits = device.type == "cpu" or checkpoint.num_bytes < GPU_SHARE * torch.cuda.mem_get_info(device)[0]
         if not fits:
             logger.warning("the model is too large for %s as a whole: it writes text on the CPU", device)
-        decoder = load_decoder(checkpoint, device=device if fits else CPU, progress=progress)
-        blocks = sum(-(-seq_len // 16) + 1 for _ in prompts)
-        # written once: graphs would take longer to capture than they save
-        options = EngineOptions(max_model_len=seq_len, num_kv_blocks=blocks, enforce_eager=True)
-        engine = Engine(decoder, tokenizer, options)
-        for i, prompt in enumerate(prompts):
-            params = SamplingParams(
-                temperature=1.0, seed=seed + i, max_tokens=seq_len - len(prompt), detokenize=False
-            )
-            engine.add(str(i), prompt, params)
-        written = _write(engine, sum(seq_len - len(prompt) for prompt in prompts), progress)
+        where = device if fits else CPU
+        with working_on(where):
+            decoder = load_decoder(checkpoint, device=where, progress=progress)
+            blocks = sum(-(-seq_len // 16) + 1 for _ in prompts)
+            # written once: graphs would take longer to capture than they save
+            options = EngineOptions(max_model_len=seq_len, num_kv_blocks=blocks, enforce_eager=True)
+            engine = Engine(decoder, tokenizer, options)
+            for i, prompt in enumerate(prompts):
+                params = SamplingParams(
+                    temperature=1.0, seed=seed + i, max_tokens=seq_len - len(prompt), detokenize=False
+                )
+                engine.add(str(i), prompt, params)
+            written = _write(engine, sum(seq_len - len(prompt) for prompt in prompts), progress)
+            del engine, decoder
         return [written[str(i)] for i in range(len(prompts))]
 
     return generate

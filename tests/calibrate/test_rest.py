@@ -7,7 +7,7 @@ import torch
 
 from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.block import embed_batches
-from qinfer.calibrate.job import chosen_device
+from qinfer.calibrate.devices import chosen_device
 from qinfer.calibrate.pipeline import STREAMS
 from qinfer.calibrate.rest import Made, Rest, made
 from qinfer.checkpoint.checkpoint import open_checkpoint
