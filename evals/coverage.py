@@ -177,10 +177,10 @@ def _not_passed(checkpoint: Path, document: Mapping[str, Any]) -> Refusal:
 
 def _way_out(document: Mapping[str, Any]) -> str:
     """What may turn a FAIL into a PASS, by what the certificate knows of it."""
+    if how := _said(document, "offer", "how"):  # which was tried
+        return f"what passes in its place: {how}"
     if culprit := _said(document, "blame", "culprit"):
         return f"{culprit} alone is to blame: make the checkpoint anew"
-    if how := _said(document, "offer", "how"):
-        return f"what passes in its place: {how}"
     if not document.get("measures"):
         return "give it its source's tokenizer files and chat template, and judge that"
     return "see that --against is what it was made from, quantize with --until-gate, or choose a finer scheme"

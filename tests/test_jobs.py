@@ -20,6 +20,7 @@ from qinfer import jobs, judging
 from qinfer.cli import main
 from qinfer.errors import CheckpointError, GateError, UserError
 from qinfer.evals import certificate, clearance, thresholds
+from qinfer.llm import LLM
 from qinfer.model.decoder import Decoder
 from qinfer.testing import tiny_model
 
@@ -128,10 +129,19 @@ def test_four_bits_per_channel_fail_and_are_refused(source: Path, tmp_path: Path
     result = jobs.quantize(str(source), out, scheme="w4a16", method="rtn", profile="quick", progress=False)
     assert result.gate is not None
     assert result.gate.verdict == "FAIL"
-    with pytest.raises(GateError, match=r"is FAIL .*qinfer eval .* --against REF"):
+    with pytest.raises(GateError, match=r"is FAIL .*; what passes in its place: qinfer quantize"):
         clearance.require(out)
-    status = clearance.require(out, allow_ungated=True)
-    assert status.state == "ungated"
+    assert clearance.require(out, allow_ungated=True).state == "failed"
+
+
+def test_activations_in_float16_are_not_what_was_measured(quantized: jobs.QuantizeResult) -> None:
+    """Whatever the KV cache holds: what overflows is the stream."""
+    for kv_cache_dtype in ("auto", "float32"):
+        with pytest.raises(GateError, match="with activations in bfloat16 and does not cover float16") as no:
+            LLM(str(quantized.out), dtype="float16", kv_cache_dtype=kv_cache_dtype, num_kv_blocks=8)
+        assert "--dtype float16" in str(no.value)
+    served = LLM(str(quantized.out), dtype="float32", kv_cache_dtype="bfloat16", num_kv_blocks=8)
+    assert served.gate.state == "passed"
 
 
 def test_without_a_gate_there_is_no_verdict(source: Path, tmp_path: Path) -> None:

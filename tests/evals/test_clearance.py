@@ -88,8 +88,9 @@ def test_what_is_not_decided_wants_more_evidence(folder: Path, verdict: str) -> 
         ({"measures": [{}], "blame": {"culprit": None}}, "quantize with --until-gate"),
         ({"measures": [{}], "blame": "odd", "offer": {"how": ["odd"]}}, "quantize with --until-gate"),
         ({"measures": [{}], "offer": {"how": "do this"}}, "; what passes in its place: do this;"),
+        ({"measures": [{}], "blame": {"culprit": "layer 1"}, "offer": {"how": "do this"}}, "place: do this;"),
         (
-            {"measures": [{}], "blame": {"culprit": "layer 17"}, "offer": {"how": "do this"}},
+            {"measures": [{}], "blame": {"culprit": "layer 17"}},
             "; layer 17 alone is to blame: make the checkpoint anew",
         ),
         ({}, "; give it its source's tokenizer files and chat template"),
