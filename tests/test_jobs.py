@@ -22,6 +22,7 @@ from qinfer.errors import CheckpointError, GateError, UserError
 from qinfer.evals import certificate, clearance, thresholds
 from qinfer.llm import LLM
 from qinfer.model.decoder import Decoder
+from qinfer.sampling_params import SamplingParams
 from qinfer.testing import tiny_model
 
 
@@ -122,6 +123,19 @@ def test_nothing_of_the_models_stays_in_memory(
     gc.collect()
     assert len(made) >= 2
     assert not [decoder for decoder in made if decoder() is not None]
+
+
+def test_m07_rounds_of_quantizing_and_serving_leave_nothing(source: Path, tmp_path: Path) -> None:
+    left = []
+    for i in range(5):
+        out = tmp_path / str(i)
+        jobs.quantize(str(source), out, scheme="w8a8-int8", gate=False, progress=False)
+        llm = LLM(str(out), allow_ungated=True, num_kv_blocks=8)
+        llm.generate("a", SamplingParams(max_tokens=2), use_tqdm=False)
+        del llm
+        gc.collect()
+        left.append(sum(x.nbytes for x in gc.get_objects() if issubclass(type(x), torch.Tensor)))
+    assert left[1:] == [left[1]] * 4  # the first round may leave what is made once
 
 
 def test_four_bits_per_channel_fail_and_are_refused(source: Path, tmp_path: Path) -> None:
