@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -112,11 +113,11 @@ def quantize(
     call = waiting.call_of(source, {**settings, "budget": budget})
     judged: list[GateResult] = []
 
-    def judge(_: QuantizeReport) -> bool:
+    def judge(_: QuantizeReport, *, explain: bool = True) -> bool:
         gc.collect()  # what calibration held is gone before two models are loaded
         candidate = reading.open_model(str(folder))
         serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
-        comparison = compare.Comparison(candidate, serving, source, profile)
+        comparison = compare.Comparison(candidate, serving, source, profile, explain=explain)
         judged.append(certify(comparison, seal, progress=progress))
         return judged[-1].verdict == "PASS"
 
@@ -135,7 +136,10 @@ def quantize(
         )
         job = mixed_run.with_costs(job, progress=progress) if mixing else job
         if until_gate:
-            made = mixed_run.run_until(job, judge, budget=budget, progress=progress)
+            steps = partial(judge, explain=False)  # each failure is followed by another try
+            made = mixed_run.run_until(job, steps, budget=budget, progress=progress)
+            if judged[-1].verdict == "FAIL":
+                judge(made)  # what was measured is kept
             return QuantizeResult(folder, made, judged[-1])
         job = job if budget is None else mixed_run.within(job, budget)
         made = pipeline.run(job, progress=progress, extra_files=waiting.note(call) if gate else {})

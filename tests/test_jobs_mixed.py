@@ -63,3 +63,24 @@ def test_units_are_raised_until_the_gate_passes(
 def test_until_gate_needs_a_gate(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="until_gate raises units until the gate passes"):
         jobs.quantize("nowhere", tmp_path / "out", until_gate=True, gate=False)
+
+
+def test_only_the_last_failure_is_looked_into(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_model("llama", tmp_path / "source", dtype="bfloat16")
+    explained: list[bool] = []
+
+    def certify(comparison: jobs.compare.Comparison, *_: object, **__: object) -> GateResult:
+        explained.append(comparison.explain)
+        return GateResult(Verdict.FAIL, ("so it is",), (), {})
+
+    monkeypatch.setattr(jobs, "certify", certify)
+    result = jobs.quantize(
+        str(source), tmp_path / "out", until_gate=True, budget=5.5, calibration=text, **ARGUMENTS
+    )  # type: ignore[arg-type]
+    assert result.gate is not None
+    assert result.gate.verdict == "FAIL"
+    assert result.report.average_bits <= 5.5
+    assert explained == [False] * (len(explained) - 1) + [True]
+    assert len(explained) > 2
