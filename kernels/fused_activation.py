@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qinfer.kernels.activation import gelu_mul, silu_mul
-from qinfer.kernels.fused_norm import summed
 from qinfer.kernels.quantize_per_token import fp8_per_token, int8_per_token
+from qinfer.kernels.sums import summed
 
 
 def silu_mul_parts(gate_up: Tensor, dtype: torch.dtype) -> Tensor:

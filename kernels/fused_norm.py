@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qinfer.kernels.norm import rms_norm
 from qinfer.kernels.quantize_per_token import fp8_per_token, int8_per_token
+from qinfer.kernels.sums import summed
 
 
 def rms_norm_int8(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -56,14 +57,6 @@ def add_rms_norm_fp8(
     """(codes e4m3 [T, H], scale float32 [T, 1], new residual [T, H]): see `add_rms_norm_int8`."""
     total = added(x, residual, multiplier)
     return *fp8_per_token(_normed(total, weight, eps, offset)), total
-
-
-def summed(x: Tensor) -> Tensor:
-    """x [T, N], or the sum of partial sums [S, T, N] in their order, in float32."""
-    if x.dim() == 2:
-        return x.float()
-    first, *others = x.float().unbind(0)
-    return sum(others, start=first)
 
 
 def added(x: Tensor, residual: Tensor, multiplier: float) -> Tensor:

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qinfer.kernels.quantize_per_token import FP8_MAX, INT8_MAX
+
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-INT8_MAX = 127.0
 DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -44,6 +44,10 @@ class KVPages(NamedTuple):
     v_scales: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+
+    def halves(self, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor | None, float], ...]:
+        """K and V of a step, each with the pages that it goes to, their scales and their scale."""
+        return (k, self.k, self.k_scales, self.k_scale), (v, self.v, self.v_scales, self.v_scale)
 
 
 def store(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor | None]:

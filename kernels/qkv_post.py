@@ -19,6 +19,7 @@ from torch import Tensor
 from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.norm import rms_norm
 from qinfer.kernels.rope import rope
+from qinfer.kernels.sums import rounded, summed
 from qinfer.kernels.write_kv import write_kv
 
 
@@ -49,14 +50,7 @@ def qkv_post(
     multiplied by `q_scale` and returned in `dtype` (None: that of qkv).
     """
     num_kv_heads, _, dim = pages.k.shape[1:]
-    total = qkv.float()
-    if qkv.dim() == 3:
-        first, *others = total.unbind(0)
-        total = first
-        for part in others:
-            total = total + part
-    if bias is not None:
-        total = total + bias.float()
+    total = rounded(summed(qkv), bias, torch.float32)
     heads = total.view(len(total), -1, dim)
     num_q_heads = heads.shape[1] - 2 * num_kv_heads
     num_qk = num_q_heads + num_kv_heads

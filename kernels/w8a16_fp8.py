@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qinfer.kernels.panels import from_fragments
+from qinfer.kernels.sums import rounded
 
 
 def w8a16_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -16,4 +17,4 @@ def w8a16_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | No
     if weight.dtype is torch.int32:
         weight = from_fragments(weight, x.shape[1], torch.float8_e4m3fn)
     y = x.float() @ weight.float().T * weight_scale.float()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return rounded(y, bias, x.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qinfer.kernels.panels import from_fragments
+from qinfer.kernels.sums import rounded
 
 
 def w8a16_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -16,7 +17,7 @@ def w8a16_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | N
     if weight.dtype is torch.int32:
         weight = from_fragments(weight, x.shape[1], torch.int8)
     y = x.float() @ weight.float().T * weight_scale.float()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return rounded(y, bias, x.dtype)
 
 
 def w8a16_int8_parts(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qinfer.kernels.panels import rows_of
 from qinfer.kernels.quantize_per_token import FP8_MAX, fp8_per_token
+from qinfer.kernels.sums import rounded
 
 
 def w8a8_fp8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +38,7 @@ def w8a8_fp8_codes(
     """The product of activations that are quantized already: codes [T, K], scale [T, 1] or [1] -> `dtype`."""
     sums = codes.float() @ rows_of(weight, codes.shape[1]).float().T
     y = sums * weight_scale * scale
-    return (y if bias is None else y + bias.float()).to(dtype)
+    return rounded(y, bias, dtype)
 
 
 def w8a8_fp8_parts(

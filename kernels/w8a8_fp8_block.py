@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qinfer.kernels.panels import rows_of
 from qinfer.kernels.quantize_per_token import FP8_MAX, SMALLEST_SCALE
+from qinfer.kernels.sums import rounded
 
 GROUP = 128
 
@@ -33,7 +34,7 @@ def w8a8_fp8_block_codes(
     weight = rows_of(weight, codes.shape[1]).float()
     weight = weight * _spread(_spread(weight_scale, weight.shape[1]).T, weight.shape[0]).T
     y = codes.float() * _spread(scale, codes.shape[1]) @ weight.T
-    return (y if bias is None else y + bias.float()).to(dtype)
+    return rounded(y, bias, dtype)
 
 
 def fp8_per_group(x: Tensor) -> tuple[Tensor, Tensor]:

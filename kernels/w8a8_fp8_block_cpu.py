@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from qinfer.kernels.w8a8_fp8_block import GROUP
-from qinfer.kernels.w8a8_fp8_cpu import float8_values
+from qinfer.kernels.w8a8_fp8_cpu import float8_values, wide_dtype
 
 
 def scale_and_widen(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Codes float8_e4m3fn [N, K] with scale [N, ceil(K/128)] -> the weight that they mean [N, K]."""
     scale = weight_scale.float().repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
-    return (weight.float() * scale).to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
+    return (weight.float() * scale).to(wide_dtype(dtype))
 
 
 def w8a8_fp8_block_cpu(x: Tensor, weight: Tensor) -> Tensor:

@@ -24,8 +24,13 @@ _SMALLEST_NORMAL = 2.0**-6
 
 
 def widen(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """float8_e4m3fn [N, K] -> the same values in bfloat16 where activations are bfloat16, else in float32."""
-    return weight.to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
+    """float8_e4m3fn [N, K] -> the same values in `wide_dtype(dtype)`."""
+    return weight.to(wide_dtype(dtype))
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What products are made in: bfloat16 where activations are bfloat16, else float32."""
+    return torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
 
 
 def float8_values(x: Tensor) -> tuple[Tensor, Tensor]:

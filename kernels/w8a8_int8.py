@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qinfer.kernels.panels import rows_of
 from qinfer.kernels.quantize_per_token import int8_per_token
+from qinfer.kernels.sums import rounded
 
 
 def w8a8_int8(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -29,7 +30,7 @@ def w8a8_int8_codes(
     """The product of activations that are quantized already: codes int8 [T, K], scale [T, 1] -> `dtype`."""
     integers = codes.to(torch.float64) @ rows_of(weight, codes.shape[1]).to(torch.float64).T
     y = integers.float() * weight_scale * scale
-    return (y if bias is None else y + bias.float()).to(dtype)
+    return rounded(y, bias, dtype)
 
 
 def w8a8_int8_parts(

@@ -16,10 +16,7 @@ def write_kv(k: Tensor, v: Tensor, pages: KVPages, slots: Tensor) -> None:
     size = pages.k.shape[2]
     slots = slots.clamp(min=0)
     page, offset = slots // size, slots % size
-    for x, target, scales, scale in (
-        (k, pages.k, pages.k_scales, pages.k_scale),
-        (v, pages.v, pages.v_scales, pages.v_scale),
-    ):
+    for x, target, scales, scale in pages.halves(k, v):
         numbers, row_scales = store(x, target.dtype, scale)
         target[page, :, offset] = numbers
         if scales is not None and row_scales is not None:

@@ -22,10 +22,7 @@ def slot_rows(slots: Tensor, num_kv_heads: int, page_size: int) -> Tensor:
 def write_kv_cpu(k: Tensor, v: Tensor, pages: KVPages, rows: Tensor) -> None:
     """Stores k, v [T, Hkv, D] at `rows` of the layer's pages, in place."""
     dim = k.shape[2]
-    for x, target, scales, scale in (
-        (k, pages.k, pages.k_scales, pages.k_scale),
-        (v, pages.v, pages.v_scales, pages.v_scale),
-    ):
+    for x, target, scales, scale in pages.halves(k, v):
         numbers, row_scales = store(x, target.dtype, scale)
         if target.element_size() == 1:  # index_copy_ has no fp8; bytes are bytes
             numbers, target = numbers.view(torch.uint8), target.view(torch.uint8)

@@ -12,8 +12,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from qinfer.kernels import fused_norm as _fused_norm
 from qinfer.kernels import int8_row_cpu as _int8_row_cpu
+from qinfer.kernels import sums as _sums
 from qinfer.kernels.int8_row_cpu import Int8Row
 from qinfer.ops.cpu import onednn_int8_is_exact
 
@@ -68,4 +68,4 @@ def scaled(product: Product) -> Tensor:
     """A product as numbers [T, N]."""
     if isinstance(product, Tensor):
         return product
-    return _fused_norm.summed(product.sums).to(product.dtype)
+    return _sums.summed(product.sums).to(product.dtype)
