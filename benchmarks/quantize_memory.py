@@ -19,6 +19,7 @@ import resource
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.data import CalibrationData
 from qinfer.calibrate.devices import chosen_device, device_name
-from qinfer.calibrate.pace import effort, measured_pace
+from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
 from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
@@ -41,9 +42,9 @@ SHAPES = {  # hidden, intermediate, heads, key heads, vocabulary, layers
 }
 
 
-def config(shape: str, layers: int) -> dict[str, object]:
+def config(shape: str, layers: int, vocabulary: int | None = None) -> dict[str, object]:
     """A Llama of this shape."""
-    hidden, inner, heads, key_heads, vocabulary, _ = SHAPES[shape]
+    hidden, inner, heads, key_heads, usual, _ = SHAPES[shape]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -52,7 +53,7 @@ def config(shape: str, layers: int) -> dict[str, object]:
         "num_attention_heads": heads,
         "num_key_value_heads": key_heads,
         "num_hidden_layers": layers,
-        "vocab_size": vocabulary,
+        "vocab_size": vocabulary or usual,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--scheme", default="awq")
     parser.add_argument("--method")
+    parser.add_argument("--vocabulary", type=int, help="another than the shape's")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
@@ -99,11 +101,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """One run, with what was planned of it."""
     source = folder / "source"
     source.mkdir()
-    (source / "config.json").write_text(json.dumps(config(arguments.shape, arguments.layers)))
+    (source / "config.json").write_text(
+        json.dumps(config(arguments.shape, arguments.layers, arguments.vocabulary))
+    )
     device = chosen_device(arguments.device)
     checkpoint = _Made.on(device, open_dummy(source))
     recipe = settle(checkpoint.config, arguments.scheme, arguments.method)
-    data = _text(arguments.tokens, arguments.length) if recipe.needs_text else None
+    data = (
+        _text(arguments.tokens, arguments.length, checkpoint.config.vocab_size) if recipe.needs_text else None
+    )
     job = pipeline.QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
     pace, work = measured_pace(recipe.scheme, job.activations, device), job.work
     gpu_before = _gpu_used(device)
@@ -137,15 +143,20 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     per_layer = statistics.median(seconds[1:] or seconds)
     print("layers " + " ".join(f"{x:.2f}" for x in seconds) + f" s; wall {wall:.1f} s, processor {cpu:.1f} s")
     named = ", ".join(f"{name} {x:.2f}" for name, x in terms.items())
-    print(f"a layer: planned {sum(terms.values()):.2f} s ({named}), measured {wall / arguments.layers:.2f}")
+    print(f"a layer: planned {sum(terms.values()):.2f} s ({named}), measured {per_layer:.2f}")
     whole = SHAPES[arguments.shape][-1]
+    all_layers = replace(work, config=replace(work.config, num_layers=whole))
+    planned_seconds = whole * sum(terms.values()) + disk_seconds(all_layers)
     beside = wall - sum(seconds)
-    # what is written, journal and shards, grows with the layers; the ends do not: counted with the layers
+    # what is written, journal and shards, grows with the layers; the ends do not, but are counted with them
     estimate = whole * (per_layer + beside / arguments.layers)
-    print(f"{whole} layers: at most {estimate:.0f} s ({beside:.1f} s beside the layers of this run)")
+    print(
+        f"{whole} layers: planned {planned_seconds:.0f} s, by these layers at most {estimate:.0f} s "
+        f"({beside:.1f} s beside the layers of this run)"
+    )
     return result | {
-        "seconds": {"layers": seconds, "wall": wall, "processor": cpu, "planned": sum(terms.values())},
-        "whole": {"layers": whole, "seconds": estimate},
+        "seconds": {"layers": seconds, "wall": wall, "processor": cpu},
+        "whole": {"layers": whole, "seconds": estimate, "planned": planned_seconds},
     }
 
 
@@ -156,9 +167,9 @@ def _show(what: str, planned: dict[str, int], measured: int) -> dict[str, int]:
     return {"planned": total, "measured": measured}
 
 
-def _text(tokens: int, length: int) -> CalibrationData:
+def _text(tokens: int, length: int, vocabulary: int) -> CalibrationData:
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(10, 40000, (tokens // length, length), generator=generator).tolist()
+    ids = torch.randint(10, vocabulary, (tokens // length, length), generator=generator).tolist()
     return CalibrationData(tuple(map(tuple, ids)), "random", 0, (("random", len(ids)),))
 
 

@@ -15,7 +15,7 @@ from qinfer.calibrate import mixed_run
 from qinfer.calibrate.devices import chosen_device, device_name, fast_dtype
 from qinfer.calibrate.journal import finished_layers
 from qinfer.calibrate.needs import Work, disk, gpu_memory, memory, spills
-from qinfer.calibrate.pace import effort, measured_pace
+from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
 from qinfer.calibrate.prepare import MAX_SEQ_LEN, NUM_SAMPLES
 from qinfer.calibrate.recipe import settle
 from qinfer.calibrate.selftext import GPU_SHARE
@@ -25,7 +25,9 @@ from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
 from qinfer.errors import UserError
 
-_GPU_PROCESS = 600 << 20  # bytes of a GPU that a process takes for its context and its kernels
+_GPU_PROCESS = (
+    800 << 20
+)  # bytes of a GPU that a process takes for its context and libraries; 751 MiB on an H200
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def plan(
     free, gpu_free = host_memory().available, _gpu_free(where)
     work = replace(work, on_disk=spills(work, free))
     finished = finished_layers(partial_folder(out))
+    needed = config.num_layers * effort(work).seconds(pace) + disk_seconds(work)
     writes_text = tokens > 0 and calibration in (None, "self")
     return DryRun(
         scheme=recipe.scheme.label,
@@ -172,7 +175,7 @@ def plan(
         layers=config.num_layers,
         tokens=tokens,
         device=device_name(where),
-        seconds=_started() + (config.num_layers - finished) * effort(work).seconds(pace),
+        seconds=_started() + (1 - finished / config.num_layers) * needed,
         process=_resident(),
         memory=memory(work),
         memory_free=free,

@@ -2,10 +2,10 @@
 
 Work is counted in products of activations (in their dtype, and as the scheme makes them), products of float32
 (second moments, GPTQ), passes over numbers (rounding, ranges, what lies between products), small operations
-that cost what it takes to begin one (GPTQ's columns), and bytes that go through memory to a file. Each kind
-is timed on a small sample, which takes half a second. What is counted are the loops of this package, so the
-counts are its own: a search walks through the layer once per candidate, ranges are tried thirty times, GPTQ
-sweeps thrice.
+that cost what it takes to begin one (GPTQ's columns), and bytes that are copied. Each kind is timed on a
+small sample, which takes half a second; a disk is taken for one of 500 MB/s, as nothing is to be written.
+What is counted are the loops of this package, so the counts are its own: a search walks through the layer
+once per candidate, ranges are tried thirty times, GPTQ sweeps once behind its own pass.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ _STEP_CALLS = 10  # to round a column and to tell the others
 _ROUND_CALLS = 60  # to quantize a linear, to check it and to measure its errors
 _TRY_CALLS = 12
 _CANDIDATE_CALLS = 60  # to round a group and to run it
-_COPIES = 4  # of file tensors: as gathered, as bytes, into the file, and into the shard
+_COPIES = 2  # of file tensors: as gathered and as bytes
+_WRITTEN = 2  # times a quantized layer is written: as a piece, and into a shard
+DISK_PACE = 5e8  # bytes a second
 _CALLS = 200
 _PROBE = {"cpu": 1024, "cuda": 8192}
 
@@ -132,6 +134,14 @@ def effort(work: Work) -> Effort:
     if not recipe.by_gptq:
         return effort
     return Effort(*(sum(both) for both in zip(effort, _gptq(work), strict=True)))
+
+
+def disk_seconds(work: Work) -> float:
+    """Reading and writing of a whole run, journal included."""
+    layers, storage = work.config.num_layers, work.storage
+    layer = work.layer_weights * storage + _WRITTEN * work.file_bytes_per_layer + work.stream_bytes
+    spilled = _moves(work) * work.stream_bytes if work.on_disk else 0
+    return (layers * (layer + spilled) + (1 + _WRITTEN) * work.other_bytes) / DISK_PACE
 
 
 def _numbers(work: Work) -> float:

@@ -69,15 +69,21 @@ class Slot(ABC):
 
 
 class _Memory(Slot):
-    _tensor: Tensor
+    _tensor: Tensor | None = None
 
     def get(self) -> Tensor:
+        assert self._tensor is not None, "nothing waits here yet"
         return self._tensor.to(self.device)
 
     def put(self, tensor: Tensor) -> None:
-        self._tensor = tensor.cpu()
+        here = self._tensor
+        if here is not None and tensor.is_cuda and here.shape == tensor.shape and here.dtype is tensor.dtype:
+            here.copy_(tensor)  # 16 GB/s from an H200; into new memory 1.3
+        else:
+            self._tensor = tensor.cpu()
 
     def save(self, file: Path) -> None:
+        assert self._tensor is not None, "nothing waits here yet"
         _write(self._tensor, file)
         _sync(file)
 
