@@ -47,8 +47,9 @@ def test_sigkill_of_the_command_and_the_same_command_again(qinfer, source, tmp_p
     other = qinfer(*command, out, "--seed", 7)
     assert other.code == 2
     assert "unfinished work of another command (seed was 42, is now 7)" in other.stderr
-    again = qinfer(*command, out, "--json")
-    assert len(json.loads(again.stdout)["report"]["layers"]) == LAYERS
+    again = json.loads(qinfer(*command, out, "--json").stdout)["report"]
+    assert len(again["layers"]) == LAYERS
+    assert again["resumed"] == 1  # and of their seconds none is counted
     assert qinfer(*command, whole).code == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "whole")]
     assert weights[0] == weights[1]
@@ -56,10 +57,14 @@ def test_sigkill_of_the_command_and_the_same_command_again(qinfer, source, tmp_p
 
 def test_dry_run_says_how_many_layers_are_finished_and_touches_nothing(qinfer, source, tmp_path):
     out = tmp_path / "out"
-    command = ["quantize", str(source), "--scheme", "fp8", "--no-gate", "--out", str(out)]
+    command = ["quantize", str(source), "--scheme", "fp8", "--no-gate", "--device", "cpu", "--out", str(out)]
     fresh = qinfer(*command, "--dry-run", "--json")
     assert fresh.code == 0
-    assert json.loads(fresh.stdout)["finished"] == 0
+    plan = json.loads(fresh.stdout)
+    assert (plan["finished"], plan["device"], plan["gpu_peak"]) == (0, "cpu", 0)
+    unknown = qinfer(*command, "--device", "tpu")
+    assert unknown.code == 2
+    assert "unknown device 'tpu'; choose auto, cpu, cuda or cuda:N" in unknown.stderr
     assert list(tmp_path.iterdir()) == []
     killed = subprocess.run([sys.executable, "-c", _KILLED, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
