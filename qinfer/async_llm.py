@@ -212,6 +212,8 @@ class AsyncLLM:
         params = sampling_params or self.default_sampling_params
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self.compile, params.structured_outputs)
+        if params.bad_words:  # as above: it spells them, and the engine finds them spelled
+            await asyncio.to_thread(self._engine.bad_words.of, params)
         request = LiveRequest(
             request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling, whole
         )

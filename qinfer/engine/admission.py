@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from qinfer.engine.bad_words import BadWords
 from qinfer.engine.options import StepLimits
 from qinfer.engine.request import Request, StopRules
 from qinfer.errors import UserError
@@ -29,6 +30,7 @@ class Admission(NamedTuple):
     max_logprobs: int
     policy: str
     tokenizer: Tokenizer | None
+    bad_words: BadWords
 
     def request(
         self,
@@ -43,9 +45,22 @@ class Admission(NamedTuple):
         ids = check_prompt(prompt_token_ids, self.vocab_size)
         check_fits(len(ids), self.limits, self.capacity, room=continuation is None)
         check_params(params, self.vocab_size, self.max_logprobs, has_tokenizer=self.tokenizer is not None)
-        request = make_request(request_id, ids, params, self.limits, self.tokenizer, self.vocab_size)
+        request = Request(request_id, ids, params, self._rules(params, len(ids)))
+        request.bad_words = self.bad_words.of(params)
+        _check_choice(request)
         request.priority, request.continuation = priority, continuation
         return request
+
+    def _rules(self, params: SamplingParams, num_prompt: int) -> StopRules:
+        ends = frozenset() if params.ignore_eos or self.tokenizer is None else self.tokenizer.eos_token_ids
+        room = self.limits.max_model_len - num_prompt
+        return StopRules(
+            frozenset(end for end in ends if end < self.vocab_size),  # the tokenizer may know more
+            frozenset(params.stop_token_ids or ()),
+            params.min_tokens,
+            room if params.max_tokens is None else min(params.max_tokens, room),
+            params.repetition_detection,
+        )
 
 
 def check_prompt(prompt_token_ids: Sequence[int], vocab_size: int) -> list[int]:
@@ -118,45 +133,17 @@ def check_params(params: SamplingParams, vocab_size: int, max_logprobs: int, *, 
                 raise UserError(f"{name} needs a tokenizer, and this engine has none", name)
 
 
-def make_request(
-    request_id: str,
-    prompt_ids: list[int],
-    params: SamplingParams,
-    limits: StepLimits,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-) -> Request:
-    """The request with its stop rules and bad words settled; UserError where they leave nothing to choose."""
-    ends = frozenset() if params.ignore_eos or tokenizer is None else tokenizer.eos_token_ids
-    eos_ids = frozenset(
-        token for token in ends if token < vocab_size
-    )  # a tokenizer may know more than the model
-    room = limits.max_model_len - len(prompt_ids)
-    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    rules = StopRules(
-        eos_ids,
-        frozenset(params.stop_token_ids or ()),
-        params.min_tokens,
-        max_tokens,
-        params.repetition_detection,
-    )
-    bad_words = tuple(_bad_words(params.bad_words or (), tokenizer)) if tokenizer else ()
-    if params.allowed_token_ids is not None:
-        blocked = {word[-1] for word in bad_words} | (rules.blocked_ids if params.min_tokens else set())
-        if blocked.issuperset(params.allowed_token_ids):
-            raise UserError(
-                "min_tokens and bad_words may forbid every token in allowed_token_ids: allow another",
-                "allowed_token_ids",
-            )
-    return Request(request_id, prompt_ids, params, rules, bad_words=bad_words)
-
-
-def _bad_words(words: Iterable[str], tokenizer: Tokenizer) -> Iterable[tuple[int, ...]]:
-    """Each word's ids at the start of a text, and after a space where they differ."""
-    for word in words:
-        first = tuple(tokenizer.encode(word, add_special_tokens=False))
-        spaced = tuple(tokenizer.encode(" " + word.lstrip(), add_special_tokens=False))
-        yield from (ids for ids in dict.fromkeys((first, spaced)) if ids)
+def _check_choice(request: Request) -> None:
+    """UserError where the request's own rules leave nothing to choose."""
+    allowed, rules = request.params.allowed_token_ids, request.rules
+    if allowed is None:
+        return
+    blocked = {word[-1] for word in request.bad_words} | (rules.blocked_ids if rules.min_tokens else set())
+    if blocked.issuperset(allowed):
+        raise UserError(
+            "min_tokens and bad_words may forbid every token in allowed_token_ids: allow another",
+            "allowed_token_ids",
+        )
 
 
 def _check_ids(ids: Iterable[int], vocab_size: int, parameter: str) -> None:

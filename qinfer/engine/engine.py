@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from qinfer.engine.admission import Admission
+from qinfer.engine.bad_words import BadWords
 from qinfer.engine.books import Books
 from qinfer.engine.continuation import Continuation
 from qinfer.engine.kv_pool import KVPool, KVScales, resolve_kv_cache_dtype
@@ -97,6 +98,7 @@ class Engine:
         self._spell: Spell | None = tokenizer.token_str if tokenizer else None
         self.vocab_size = config.vocab_size
         self._logit_rows = slice_rows(config.vocab_size) if on_gpu else LOGIT_ROWS
+        self.bad_words = BadWords(tokenizer, self.limits.max_model_len)
         self._admission = Admission(
             self.limits,
             num_pages * page_size,
@@ -104,6 +106,7 @@ class Engine:
             options.max_logprobs,
             options.scheduling_policy,
             tokenizer,
+            self.bad_words,
         )
         self._seeds = random.Random(options.seed)
         self._roster = Roster()

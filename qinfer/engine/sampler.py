@@ -182,7 +182,9 @@ def _banned(seq: Sequence) -> set[int]:
     banned = set(rules.blocked_ids) if seq.num_output < rules.min_tokens else set()
     for word in seq.request.bad_words:
         begun = len(word) - 1
-        if begun <= seq.num_output and tuple(seq.token_ids[len(seq.token_ids) - begun :]) == word[:-1]:
+        if begun and (begun > seq.num_output or seq.token_ids[-1] != word[-2]):
+            continue  # most, at the cost of one comparison
+        if tuple(seq.token_ids[len(seq.token_ids) - begun :]) == word[:-1]:
             banned.add(word[-1])
     return banned
 

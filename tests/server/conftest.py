@@ -20,6 +20,7 @@ import torch
 import uvicorn
 
 from qinfer.async_llm import AsyncLLM
+from qinfer.engine.bad_words import BadWords
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineStats, StepCounts, StepLimits
 from qinfer.engine.pages import PagePool
@@ -80,6 +81,7 @@ class ScriptedEngine:
         self.ledger = LEDGER
         self.vocab_size = tokenizer.vocab_size
         self.grammars = Grammars(tokenizer, tokenizer.vocab_size)
+        self.bad_words = BadWords(tokenizer, CONTEXT)
         self.jobs: dict[str, _Job] = {}
         self.seen: list[SamplingParams] = []
         self.extras: list[tuple[int, str | None]] = []

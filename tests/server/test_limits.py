@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 
 from qinfer.async_llm import AsyncEngineArgs, AsyncLLM
@@ -139,3 +141,26 @@ def test_a_shut_door_lets_operators_in_only(serve_scripted):
             assert answer.json()["error"]["message"] == "the server is shutting down"
         metrics = served.get("/metrics").text
     assert 'qinfer_requests_rejected_total{model_name="tiny",reason="draining"} 2.0' in metrics
+
+
+def test_long_words_of_one_request_hold_up_nobody(serve_scripted, monkeypatch):
+    with serve_scripted() as served:
+        spelling, go_on = threading.Event(), threading.Event()
+        encode = served.scripted.tokenizer.encode
+
+        def slow(text: str, **more: Any) -> list[int]:
+            if "forbidden" in text:
+                spelling.set()
+                assert go_on.wait(60)
+            return encode(text, **more)
+
+        monkeypatch.setattr(served.scripted.tokenizer, "encode", slow)
+        body = {"prompt": "a", "max_tokens": 40, "bad_words": ["forbidden"]}
+        with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=served.url, timeout=60) as other:
+            answer = pool.submit(other.post, "/v1/completions", json=body)
+            assert spelling.wait(60)
+            assert served.post("/v1/completions", {"prompt": "b", "max_tokens": 4}).status_code == 200
+            assert not answer.done()
+            go_on.set()
+            assert answer.result().status_code == 200
+        assert len(served.scripted.seen) == 2
