@@ -4,9 +4,10 @@
                                    [--windows 40] [--device cuda] [--out FILE]
 
 MODEL is a folder of safetensors in its own dtype; its linears are rounded to each scheme as they are loaded.
-IDS is a JSON list of token ids, cut into windows of 1024. Both backends score the same weights on the same
-device, through the engine's pages; only what computes differs. They should agree within 0.5 %. On a machine
-without a GPU there are no kernels, and the two columns show what the CPU's own ops and the meanings say.
+IDS is a JSON list of token ids, cut into windows of 1024; static scales are fitted to the first. Both
+backends score the same weights on the same device, through the engine's pages; only what computes differs.
+They should agree within 0.5 %. On a machine without a GPU there are no kernels, and the two columns show what
+the CPU's own ops and the meanings say.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +25,28 @@ from torch import Tensor
 
 from qinfer import backend
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint, open_checkpoint
+from qinfer.checkpoint.names import layer_groups, layer_prefix
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
 from qinfer.evals.perplexity import likelihoods, token_perplexity
+from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
 from qinfer.quant import SCHEMES, W4A16, Dense, Scheme, W8A8Fp8Static, scheme_by_name
 
 WINDOW = 1024
 LIMIT = 0.005
-INPUT_RANGE = 64.0  # of linears whose inputs have a static scale
 
 
 class Rounded(Checkpoint):
-    """A checkpoint in its own dtype that answers as if its linears had been rounded to a scheme."""
+    """A checkpoint in its own dtype that answers as if its linears had been rounded to a scheme.
 
-    def __init__(self, source: Checkpoint, scheme: Scheme) -> None:
+    `ranges`: the largest input of each linear, for a scheme with static scales.
+    """
+
+    def __init__(self, source: Checkpoint, scheme: Scheme, ranges: Mapping[str, float]) -> None:
         super().__init__(source.path, source.raw_config, source.config, source.quantization, source._headers)
         self._scheme = scheme
+        self._ranges = ranges
 
     def scheme(self, module: str) -> Scheme:
         return self._scheme
@@ -50,7 +57,26 @@ class Rounded(Checkpoint):
             return {"weight": weight}
         tensors = self._scheme.quantize(weight.float(), dtype=weight.dtype)
         static = isinstance(self._scheme, W8A8Fp8Static)
-        return self._scheme.with_input_range(tensors, INPUT_RANGE) if static else tensors
+        return self._scheme.with_input_range(tensors, self._ranges[module]) if static else tensors
+
+
+@torch.inference_mode()
+def input_ranges(source: Checkpoint, window: list[int], device: torch.device) -> dict[str, float]:
+    """The largest input of each linear, by name, on one window."""
+    decoder, config = load_decoder(source, device=device), source.config
+    hidden = decoder.embed(torch.tensor(window, device=device))
+    rope = decoder.rope(torch.arange(len(window), device=device))
+    found: dict[str, float] = {}
+    for i, layer in enumerate(decoder.layers):
+        seen: dict[str, float] = {}
+
+        def tap(name: str, x: Tensor, seen: dict[str, float] = seen) -> None:
+            seen[name] = float(x.abs().amax())
+
+        hidden = layer(hidden, rope, CausalAttention(), tap)
+        for group in layer_groups(config):
+            found |= {layer_prefix(config, i) + module: seen[group.name] for module in group.modules}
+    return found
 
 
 def scheme_of(name: str) -> Scheme:
@@ -74,7 +100,9 @@ def compare(
     source: Checkpoint, name: str, kv_dtypes: list[str], windows: list[list[int]], device: torch.device
 ) -> list[dict[str, Any]]:
     """A row for each dtype of the cache."""
-    decoder = load_decoder(Rounded(source, scheme_of(name)), device=device)
+    scheme = scheme_of(name)
+    ranges = input_ranges(source, windows[0], device) if isinstance(scheme, W8A8Fp8Static) else {}
+    decoder = load_decoder(Rounded(source, scheme, ranges), device=device)
     rows = []
     for kv in kv_dtypes:
         start = time.perf_counter()

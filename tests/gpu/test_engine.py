@@ -188,7 +188,7 @@ def test_what_a_kernel_declines_runs_and_is_said_once(
     backend.fallbacks.clear()
     llm = LLM(str(folders("qwen2", "bfloat16", "w8a16-int8")), dtype="float32", **SMALL)
     assert bool(logits(llm).isfinite().all())
-    said = [record for record in caplog.records if "w8a16_int8 runs in plain torch" in record.getMessage()]
+    said = [record for record in caplog.records if "w8a16_int8_parts runs in plain" in record.getMessage()]
     assert [record.levelno for record in said] == [logging.WARNING]
     assert "activations of torch.float32" in said[0].getMessage()
 
