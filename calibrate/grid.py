@@ -41,14 +41,14 @@ class Grid(NamedTuple):
 
     def nearest(self, weight: Tensor) -> Tensor:
         """The nearest values, float32, to a float32 weight that `step` broadcasts with."""
-        lowest = -(1 << (self.bits - 1)) if self.bits else 0
-        if self.zero is not None:
-            codes = torch.addcdiv(self.zero, weight, self.step).round_().clamp_(lowest, -lowest - 1)
-            return codes.sub_(self.zero).mul_(self.step)
         codes = weight / self.step
-        if self.bits:
+        if not self.bits:
+            return codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float().mul_(self.step)
+        lowest = -(1 << (self.bits - 1))
+        if self.zero is None:
             return codes.round_().clamp_(lowest, -lowest - 1).mul_(self.step)
-        return codes.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).float().mul_(self.step)
+        codes.add_(self.zero).round_().clamp_(lowest, -lowest - 1)
+        return codes.sub_(self.zero).mul_(self.step)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Grid:
         """The grid with `change` applied to step and zero alike."""
