@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import Checkpoint
-from qinfer.checkpoint.names import all_modules, layer_modules, linear_shape
+from qinfer.checkpoint.names import all_modules, linear_shape, relative_name
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.quant import Dense, Scheme
@@ -40,8 +40,8 @@ def expected_names(
     """Names of the quantized checkpoint: the source's, with its scheme's tensors for each linear's weight."""
     names = set(source_names) - {f"{module}.weight" for module in all_modules(config)}
     for module in all_modules(config):
-        relative = next(m for m in layer_modules(config) if module.endswith(f".{m}"))
-        names |= {f"{module}.{suffix}" for suffix in scheme_of(module).specs(*linear_shape(config, relative))}
+        shape = linear_shape(config, relative_name(config, module))
+        names |= {f"{module}.{suffix}" for suffix in scheme_of(module).specs(*shape)}
     return names
 
 

@@ -21,7 +21,7 @@ from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
 from qinfer.checkpoint.checkpoint import CPU
-from qinfer.checkpoint.names import global_tensors, layer_modules, layer_tensors, linear_shape
+from qinfer.checkpoint.names import global_tensors, layer_modules, layer_tensors, num_weights
 from qinfer.config import ModelConfig
 from qinfer.quant import W4A16, Scheme
 
@@ -48,8 +48,7 @@ def with_costs(job: QuantizeJob, *, progress: bool = True) -> QuantizeJob:
 
 
 def _is_measured(config: ModelConfig) -> bool:
-    weights = config.num_layers * sum(prod(linear_shape(config, module)) for module in layer_modules(config))
-    return weights <= MEASURED_PARAMETERS
+    return config.num_layers * num_weights(config, layer_modules(config)) <= MEASURED_PARAMETERS
 
 
 def whole_bytes(config: ModelConfig) -> int:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 
 from qinfer.calibrate.sensitivity import Unit
-from qinfer.checkpoint.names import layer_groups, linear_shape
+from qinfer.checkpoint.names import layer_groups, linear_shape, num_weights
 from qinfer.config import ModelConfig
 from qinfer.errors import UserError
 from qinfer.quant import Dense, Scheme, TensorSpec, W8A16Int8
@@ -43,7 +43,7 @@ def average_bits(config: ModelConfig, scheme: Scheme, mix: Mapping[Unit, Scheme]
     for index in range(config.num_layers):
         for group in layer_groups(config):
             bits += unit_bits(config, group.name, mix.get((index, group.name), scheme), item_bytes)
-            weights += sum(prod(linear_shape(config, module)) for module in group.modules)
+            weights += num_weights(config, group.modules)
     return bits / weights
 
 

@@ -22,7 +22,7 @@ from math import prod
 from qinfer.calibrate.block import MAX_BATCH_TOKENS
 from qinfer.calibrate.mixing import unit_bits
 from qinfer.calibrate.recipe import Recipe
-from qinfer.checkpoint.names import global_tensors, layer_groups, layer_norms, linear_shape
+from qinfer.checkpoint.names import global_tensors, layer_groups, layer_norms, linear_shape, num_weights
 from qinfer.checkpoint.shards import MAX_SHARD_BYTES
 from qinfer.config import ModelConfig
 from qinfer.engine.footprint import ITEM_BYTES
@@ -55,11 +55,7 @@ class Work:
     @property
     def group_weights(self) -> dict[str, int]:
         """Weights of a layer's groups."""
-        config = self.config
-        return {
-            group.name: sum(prod(linear_shape(config, module)) for module in group.modules)
-            for group in layer_groups(config)
-        }
+        return {g.name: num_weights(self.config, g.modules) for g in layer_groups(self.config)}
 
     @property
     def widths(self) -> dict[str, int]:

@@ -26,10 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_prefix
 
-_CPU = torch.device("cpu")
 _READERS = {
     "input_layernorm": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "post_attention_layernorm": ("gate_proj", "up_proj", "gate_up_proj"),
@@ -75,7 +74,7 @@ class RotatedCheckpoint(Checkpoint):
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
         return self._source.header(self._stored(name))
 
-    def tensor(self, name: str, device: torch.device = _CPU) -> Tensor:
+    def tensor(self, name: str, device: torch.device = CPU) -> Tensor:
         relative = name.removeprefix(self.config.tensor_prefix)
         if relative.startswith("layers."):
             return self._of_layer(name, device, *relative.split(".", 2)[1:])

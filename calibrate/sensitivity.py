@@ -16,7 +16,6 @@ and 0.0129 and estimated at 0.0140 and 0.0114; the worst of ten, whose error gro
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -28,7 +27,7 @@ from qinfer.calibrate.block import load_block
 from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.groups import HowToRound, round_group
 from qinfer.calibrate.roundtrip import dequantized
-from qinfer.calibrate.stages import get_linear, set_linear
+from qinfer.calibrate.stages import get_linear, with_linear
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import layer_groups, layer_prefix
 from qinfer.model.causal import CausalAttention
@@ -111,7 +110,7 @@ class _Trial:
                 changed = self._quantized(index, inputs)
             for group, linear in changed.items():
                 with torch.inference_mode():
-                    hidden = _with(self.model.layers[index], group, linear)(
+                    hidden = with_linear(self.model.layers[index], group, linear)(
                         streams[index], self.rope, self.attend
                     )
                     for layer in self.model.layers[index + 1 :]:
@@ -127,7 +126,7 @@ class _Trial:
             for group in layer_groups(self.config):
                 one = _Watched(get_linear(layer, group.name))
                 watched[index, group.name] = one
-                layer = _with(layer, group.name, one)
+                layer = with_linear(layer, group.name, one)
             layers.append(layer)
         with torch.enable_grad():
             hidden = self.model.embed(self.ids).clone().requires_grad_()
@@ -163,9 +162,7 @@ class _Trial:
         return changed
 
     def _head(self, hidden: Tensor) -> Tensor:
-        config = self.config
-        normed = ops.rms_norm(hidden, self.model.norm, config.rms_norm_eps, offset=config.norm_offset)
-        return self.model.logits(normed)
+        return self.model.logits(self.model.normed(hidden))
 
     def _logprobs(self, hidden: Tensor) -> Iterator[Tensor]:
         """Of all rows, a slice at a time."""
@@ -182,14 +179,6 @@ def _inputs(layer: Layer, hidden: Tensor, rope: Rope, attend: CausalAttention) -
     seen: dict[str, Tensor] = {}
     layer(hidden, rope, attend, lambda group, x: seen.update({group: x}))
     return seen
-
-
-def _with(layer: Layer, group: str, linear: Linear) -> Layer:
-    """The layer with another linear; the given one stays as it is."""
-    layer = copy.copy(layer)
-    layer.attention, layer.mlp = copy.copy(layer.attention), copy.copy(layer.mlp)
-    set_linear(layer, group, linear)
-    return layer
 
 
 def _drawn(logprobs: Tensor, seed: int) -> Tensor:

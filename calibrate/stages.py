@@ -46,18 +46,15 @@ def walk(
     between attention and MLP, and at the end by the layer's output.
     """
     config, mlp, rest, count = layer.config, layer.mlp, batches[0].rest, len(batches)
-    eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
 
     def normed(norm: Tensor, i: int) -> Tensor:
-        return ops.rms_norm(batches[i].hidden, norm, eps, offset=offset)
+        return ops.rms_norm(batches[i].hidden, norm, config.rms_norm_eps, offset=config.norm_offset)
 
     inputs = made(partial(normed, layer.input_norm), count, rest)
     yield "qkv", inputs
     inputs = made(partial(_context, layer, batches, attends, inputs), count, rest)
     yield "o", inputs
-    for i, batch in enumerate(batches):
-        out = _normed(layer, layer.attention_out_norm, layer.attention.o, inputs[i])
-        batch.hidden = torch.add(batch.hidden, out, alpha=multiplier)
+    _add(layer, layer.attention.o, layer.attention_out_norm, inputs, batches)
     inputs = made(partial(normed, layer.mlp_norm), count, rest)
     if isinstance(mlp, Experts):
         yield from _through_experts(layer, mlp, inputs, batches)
@@ -65,17 +62,14 @@ def walk(
     yield "gate_up", inputs
     inputs = made(partial(_inner, mlp, inputs), count, rest)
     yield "down", inputs
-    for i, batch in enumerate(batches):
-        out = _normed(layer, layer.mlp_out_norm, mlp.down, inputs[i])
-        batch.hidden = torch.add(batch.hidden, out, alpha=multiplier)
+    _add(layer, mlp.down, layer.mlp_out_norm, inputs, batches)
 
 
 def _context(
     layer: Layer, batches: Sequence[Batch], attends: Sequence[Attend], inputs: Sequence[Tensor], index: int
 ) -> Tensor:
     """What attention hands to o_proj."""
-    attention = copy.copy(layer.attention)
-    attention.o = _Through()
+    attention = with_linear(layer, "o", _Through()).attention
     return ops.scaled(attention(inputs[index], batches[index].rope, attends[index]))
 
 
@@ -115,6 +109,14 @@ def set_linear(layer: Layer, group: str, linear: Linear) -> None:
     setattr(*_place(layer, group), linear)
 
 
+def with_linear(layer: Layer, group: str, linear: Linear) -> Layer:
+    """The layer with another linear in place of a group's; the given layer stays as it is."""
+    layer = copy.copy(layer)
+    layer.attention, layer.mlp = copy.copy(layer.attention), copy.copy(layer.mlp)
+    set_linear(layer, group, linear)
+    return layer
+
+
 def get_linear(layer: Layer, group: str) -> Linear:
     """The linear of a group."""
     linear = getattr(*_place(layer, group))
@@ -132,8 +134,13 @@ def _place(layer: Layer, group: str) -> tuple[object, str]:
     return layer.mlp, name
 
 
-def _normed(layer: Layer, norm: Tensor | None, linear: Linear, x: Tensor) -> Tensor:
-    out = ops.scaled(linear.summand(x))
-    if norm is None:
-        return out
-    return ops.rms_norm(out, norm, layer.config.rms_norm_eps, offset=layer.config.norm_offset)
+def _add(
+    layer: Layer, linear: Linear, norm: Tensor | None, inputs: Sequence[Tensor], batches: Sequence[Batch]
+) -> None:
+    """Adds a linear's outputs, normed where the family does that, to the batches' streams."""
+    config = layer.config
+    for x, batch in zip(inputs, batches, strict=True):
+        out = ops.scaled(linear.summand(x))
+        if norm is not None:
+            out = ops.rms_norm(out, norm, config.rms_norm_eps, offset=config.norm_offset)
+        batch.hidden = torch.add(batch.hidden, out, alpha=config.residual_multiplier)

@@ -9,7 +9,6 @@ model. The losses see the weights of a mapping before later mappings change them
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from qinfer.calibrate.mappings import Block, ScaleMapping, apply_scale, scale_ma
 from qinfer.calibrate.observe import GroupStats, LayerTap
 from qinfer.calibrate.roundtrip import judged
 from qinfer.calibrate.search import Choice, search_scale
-from qinfer.calibrate.stages import get_linear
+from qinfer.calibrate.stages import get_linear, with_linear
 from qinfer.config import ModelConfig
 from qinfer.model.layer import Layer
 from qinfer.model.linear import Linear
@@ -55,13 +54,11 @@ class Workbench:
         linear = linear or get_linear(self.layer, group)
         if group == "o" or group.startswith("down"):
             return [linear(x) for x in inputs]
+        layer = with_linear(self.layer, group, linear)
         if group == "gate_up":
-            mlp = copy.copy(self.layer.mlp)
-            mlp.gate_up = linear
-            return [ops.scaled(mlp(x)) for x in inputs]
-        attention = copy.copy(self.layer.attention)
-        attention.qkv = linear
-        return [ops.scaled(attention(x, b.rope, b.attend)) for x, b in zip(inputs, self.batches, strict=True)]
+            return [ops.scaled(layer.mlp(x)) for x in inputs]
+        pairs = zip(inputs, self.batches, strict=True)
+        return [ops.scaled(layer.attention(x, batch.rope, batch.attend)) for x, batch in pairs]
 
 
 def transform(bench: Workbench, block: Block, method: str) -> list[Choice]:
