@@ -57,10 +57,10 @@ def sensitivities(
 ) -> dict[Unit, float]:
     """KL in nats that each unit costs in `scheme`, rounded to nearest with ranges that its inputs weigh.
 
-    `sequences` are cut to one length, about TOKENS tokens in all. `measured` on `device`, or estimated, which
-    takes gradients and so the CPU: kernels of a GPU have none.
+    `sequences` are cut to one length, about TOKENS tokens in all. `measured` on `device`, or estimated, for
+    which the model runs on the CPU, as kernels of a GPU have no gradients, and units are rounded on `device`.
     """
-    trial = _Trial(checkpoint, sequences, scheme, storage, dtype, device if measured else CPU)
+    trial = _Trial(checkpoint, sequences, scheme, storage, dtype, device if measured else CPU, device)
     costs = trial.measured() if measured else trial.estimated(seed)
     total = checkpoint.config.num_layers * len(layer_groups(checkpoint.config))
     return dict(tqdm(costs, "sensitivity", total=total, unit="unit", disable=not progress))
@@ -88,10 +88,11 @@ class _Trial:
         storage: torch.dtype,
         dtype: torch.dtype,
         device: torch.device,
+        rounds_on: torch.device,
     ) -> None:
         ids = torch.tensor(shorten(sequences, TOKENS), device=device)
         self.checkpoint, self.scheme, self.storage, self.dtype = checkpoint, scheme, storage, dtype
-        self.config, self.device = checkpoint.config, device
+        self.config, self.rounds_on = checkpoint.config, rounds_on
         self.model: Decoder = load_decoder(checkpoint, device=device, dtype=dtype)
         self.ids = ids.flatten()
         self.rope: Rope = self.model.rope(torch.arange(ids.shape[1], device=device).repeat(len(ids)))
@@ -136,19 +137,20 @@ class _Trial:
             labels = _drawn(logits.detach(), seed)
             logits.gather(1, labels.unsqueeze(1)).sum().backward()  # type: ignore[no-untyped-call]
         for index in range(self.config.num_layers):
-            inputs = {g.name: watched[index, g.name].x for g in layer_groups(self.config)}
+            inputs = {g.name: watched[index, g.name].x.to(self.rounds_on) for g in layer_groups(self.config)}
             with torch.inference_mode():
                 for name, linear in self._quantized(index, inputs).items():
                     one = watched[index, name]
                     assert one.y is not None
                     assert one.y.grad is not None
-                    error = linear(one.x) - one.y.detach()
-                    cost = (error.float() * one.y.grad.float()).sum(1).square().mean() / 2
+                    error = linear(inputs[name]) - one.y.detach().to(self.rounds_on)
+                    slope = one.y.grad.to(self.rounds_on).float()
+                    cost = (error.float() * slope).sum(1).square().mean() / 2
                     yield (index, name), float(cost)
 
     def _quantized(self, index: int, inputs: Mapping[str, Tensor]) -> dict[str, Linear]:
         """Each group's linear of a layer, quantized."""
-        block = load_block(self.checkpoint, index, self.device)
+        block = load_block(self.checkpoint, index, self.rounds_on)
         prefix = layer_prefix(self.config, index)
         ranges = "imatrix" if self.scheme.activations is ActivationFormat.NONE else "absmax"
         how = HowToRound(self.scheme, ranges, False, self.storage)
@@ -158,7 +160,8 @@ class _Trial:
             files = round_group(weights, Inputs([inputs[group.name]]), how, prefix).linears
             shards = [dequantized(self.scheme, f, self.scheme.dequantize(f)) for f in files.values()]
             bias = get_linear(self.model.layers[index], group.name).bias
-            changed[group.name] = Linear(shards, bias, device=self.device, dtype=self.dtype)
+            bias = None if bias is None else bias.to(self.rounds_on)
+            changed[group.name] = Linear(shards, bias, device=self.rounds_on, dtype=self.dtype)
         return changed
 
     def _head(self, hidden: Tensor) -> Tensor:

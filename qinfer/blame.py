@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qinfer import ops
 from qinfer.backend import model_device
 from qinfer.basis import turn_between
 from qinfer.evals import fidelity
@@ -119,11 +118,7 @@ class _Trial:
 
     @staticmethod
     def _logits_of(model: Decoder, hidden: Tensor) -> Tensor:
-        config = model.config
-        normed = ops.rms_norm(
-            hidden.to(model.dtype), model.norm, config.rms_norm_eps, offset=config.norm_offset
-        )
-        return model.logits(normed)
+        return model.logits(model.normed(hidden.to(model.dtype)))
 
 
 def _distance(tensor: Tensor, reference: Tensor) -> float:

@@ -12,7 +12,9 @@ belongs to the group, not to the linear. A *module* is the path of a linear insi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 from qinfer.config import ModelConfig
@@ -112,6 +114,11 @@ def linear_shape(config: ModelConfig, module: str) -> tuple[int, int]:
         "mlp.gate_up_proj": (2 * inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }[module]
+
+
+def num_weights(config: ModelConfig, modules: Iterable[str]) -> int:
+    """Weights of these linears of one layer, by their relative names."""
+    return sum(prod(linear_shape(config, module)) for module in modules)
 
 
 def module_has_bias(config: ModelConfig, module: str) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from qinfer import ops
-from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import global_tensors
 from qinfer.config import ModelConfig
 from qinfer.model.head import make_head
@@ -26,8 +26,6 @@ from qinfer.model.parameters import filled
 from qinfer.model.parts import Attend
 from qinfer.model.rotary import Rope, RotaryEmbedding
 from qinfer.model.storage import Aside
-
-_CPU = torch.device("cpu")
 
 
 class Decoder:
@@ -90,6 +88,10 @@ class Decoder:
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
         return ops.add_rms_norm(x, hidden, self.norm, eps, offset=offset, multiplier=multiplier)[0]
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The stream behind the last layer after the final norm, [T, H]."""
+        return ops.rms_norm(hidden, self.norm, self.config.rms_norm_eps, offset=self.config.norm_offset)
+
     def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
         """Normed hidden states [rows, H] -> [rows, V] float32, or of the model's dtype if only `to_compare`.
 
@@ -112,7 +114,7 @@ class Decoder:
 def load_decoder(
     checkpoint: Checkpoint,
     *,
-    device: torch.device = _CPU,
+    device: torch.device = CPU,
     dtype: torch.dtype | None = None,
     lm_head_dtype: str = "auto",
     progress: bool = False,
