@@ -125,7 +125,8 @@ def test_gptq_rounds_as_on_the_cpu() -> None:
     assert error_ratio(there, here) < 0.05
 
 
-def test_sensitivities_are_those_of_the_cpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("measured", [True, False])
+def test_sensitivities_are_those_of_the_cpu(measured: bool, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model("qwen3", tmp_path))
     sequences = [[i * j % 256 for i in range(32)] for j in (3, 5, 7)]
     costs = [
@@ -135,7 +136,7 @@ def test_sensitivities_are_those_of_the_cpu(tmp_path: Path) -> None:
             W4A16(32),
             storage=torch.float32,
             dtype=torch.float32,
-            measured=True,
+            measured=measured,
             device=device,
             progress=False,
         )
