@@ -7,10 +7,10 @@
 Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
 streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
-cache. Clients must not be what limits: a fast engine wants several processes of them. The figure is the ratio
-of output tokens per second, over HTTP to without, in the median of the rounds; rounds alternate, since the
-speed of a shared machine drifts. Beside it stands the processor time per token of the process with the
-engine, which a busy machine disturbs less.
+cache. Clients must not be what limits: they read without looking, and a fast engine wants several processes
+of them. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the
+rounds; rounds alternate, since the speed of a shared machine drifts. Beside it stands the processor time per
+token of the process with the engine, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import re
 import signal
 import statistics
 import subprocess
@@ -32,17 +33,15 @@ from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import psutil
 import torch
 
 from qinfer import LLM, SamplingParams
 from qinfer.bench.dataset import Dataset
-from qinfer.bench.http_client import Address, request
 from qinfer.bench.prompts import Prompt, texts_of
 from qinfer.bench.report import machine_of
-from qinfer.bench.sample import Target
-from qinfer.bench.serving import Load, run
 
 COLUMNS = ("generate", "streams", "whole")
 FIELDS = {"temperature": 0, "ignore_eos": True}
@@ -95,23 +94,29 @@ def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def streamed(url: str, prompts: Sequence[Prompt], clients: int) -> int:
-    """Streaming clients; every answer must be complete."""
-    target = Target(Address.of(url), "/v1/completions", False, {})
-    load = Load(Dataset(num_prompts=len(prompts)), max_concurrency=clients)
-    samples, _ = asyncio.run(run(target, prompts, load, FIELDS))
-    assert all(sample.ok for sample in samples), [sample.error for sample in samples if not sample.ok][:3]
-    return sum(sample.output_len for sample in samples)
+async def answered(host: str, port: int, body: dict[str, Any]) -> int:
+    """The tokens of one complete answer, of which nothing is read before it has ended."""
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(host, port)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    answer = await reader.read()
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:500]
+    assert not body["stream"] or answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-500:]
+    return int(re.findall(rb'"completion_tokens":(\d+)', answer)[-1])
 
 
-def whole(url: str, prompts: Sequence[Prompt], clients: int) -> int:
-    """Clients that wait for the whole answer."""
-    address, limit = Address.of(url), asyncio.Semaphore(clients)
+def asked_of(url: str, clients: int, stream: bool, prompts: Sequence[Prompt]) -> int:
+    """So many clients at once, until all prompts are answered."""
+    parts, limit = urlsplit(url), asyncio.Semaphore(clients)
+    fields = {**FIELDS, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
 
     async def one(prompt: Prompt) -> int:
-        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **FIELDS}
-        async with limit, request(address, "POST", "/v1/completions", json.dumps(body).encode()) as answer:
-            return int(json.loads(await answer.text())["usage"]["completion_tokens"])
+        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **fields}
+        async with limit:
+            return await answered(str(parts.hostname), int(parts.port or 80), body)
 
     async def everyone() -> int:
         return sum(await asyncio.gather(*map(one, prompts)))
@@ -121,17 +126,18 @@ def whole(url: str, prompts: Sequence[Prompt], clients: int) -> int:
 
 @dataclass(frozen=True)
 class Crowd:
-    """All clients, in so many processes; called with `streamed` or `whole`, the tokens that came."""
+    """All clients, in so many processes."""
 
     pool: Executor
     num_processes: int
     clients: int
     prompts: Sequence[Prompt]
 
-    def __call__(self, ask: Callable[[str, Sequence[Prompt], int], int], url: str) -> int:
+    def __call__(self, url: str, *, stream: bool) -> int:
+        """The tokens that came."""
         shares = [self.prompts[i :: self.num_processes] for i in range(self.num_processes)]
-        each = self.clients // self.num_processes
-        return sum(self.pool.map(partial(ask, url), shares, [each] * self.num_processes))
+        ask = partial(asked_of, url, self.clients // self.num_processes, stream)
+        return sum(self.pool.map(ask, shares))
 
 
 def arguments() -> argparse.Namespace:
@@ -167,8 +173,8 @@ def measured(
         for _ in range(asked.rounds + 1):
             found = (
                 rate(me, lambda: generated(llm, prompts)),
-                rate(process, lambda: crowd(streamed, url)),
-                rate(process, lambda: crowd(whole, url)),
+                rate(process, lambda: crowd(url, stream=True)),
+                rate(process, lambda: crowd(url, stream=False)),
             )
             told = [f"{one.tokens_per_second:9.1f}/s {one.cpu_ms:6.3f} ms" for one in found]
             print("  ".join(map(" ".join, zip(COLUMNS, told, strict=True))), flush=True)
