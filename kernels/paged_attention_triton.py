@@ -43,6 +43,7 @@ from qinfer.kernels.warps_triton import descriptor_type
 from qinfer.kernels.write_kv_triton import kind_of
 
 OPTIONS = ("num_warps", "num_stages", "launch_pdl")  # of a launch, not of a kernel
+FEW = 528  # programs that leave the memory idle while they wait: four for each multiprocessor of an H200
 MAX_GROUP = 16  # query heads of a KV head: the rows of one tensor core tile
 
 
@@ -128,8 +129,10 @@ def _decode(q: Tensor, pages: KVPages, plan: RowPlan, out: Tensor, shape: Shape,
         plan.batch.page_table.stride(0),
         num_kv_heads,
         *numbers,
+        (2 if programs <= FEW else 1) if plan.read else 0,
         **constants,
     )
+    plan.read.append(True)
 
 
 def offline_variants() -> Iterator[Variant]:
@@ -167,7 +170,7 @@ def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: s
         "*i64": ("table", "wide_table", "seq_lens", "query_starts"),
         "*i32": ("header", "items", "counters", "prefill"),
         "*fp32": ("k_scales", "v_scales", "sums", "stats"),
-        "i32": ("q_stride", "table_stride", "wide_stride", "num_kv_heads", "num_seqs", "num_rows", "window"),
+        "i32": ("q_stride", "table_stride", "wide_stride", "num_kv_heads", "num_seqs", "num_rows"),
         "fp32": ("qk_scale", "v_scale", "softcap"),
     }
     options = {key: constants[key] for key in OPTIONS if key in constants}
@@ -175,7 +178,8 @@ def _variant(kernel: Any, constants: Mapping[str, Any], shape: Shape, element: s
     if shape.kind != INT8.value:
         fixed |= {name: None for name in ("k_scales", "v_scales") if name in kernel.arg_names}
     by_name = {name: kind for kind, names in types.items() for name in names}
-    by_name |= {**dict.fromkeys(("q", "out", "wide_k", "wide_v"), "*bf16"), "most_pages": "i32"}
+    by_name |= dict.fromkeys(("q", "out", "wide_k", "wide_v"), "*bf16")
+    by_name |= dict.fromkeys(("window", "most_pages", "head_start"), "i32")
     by_name |= {"k": element, "v": element}
     signature = {name: by_name[name] for name in kernel.arg_names if name not in fixed}
     label = f"{table_name(kernel.fn.__name__, shape.kind)} {shape.group}x{shape.dim} page {shape.page_size}"

@@ -9,6 +9,11 @@ Softmax is online, in base 2. A row of one piece is finished here. Otherwise eac
 the program that finishes last, known by an atomic counter, adds the pieces up in their order, whichever
 order they came in, and sets the counter back to zero.
 
+The kernel starts while the one in front still works. With `head_start` 0 it only waits then; with 1 it reads
+its item and its first page id as well, as the plan is known to have been written long ago; with 2 it also
+asks the L2 cache for its first unit of K and V, which is worth it where few programs share the memory. Nobody
+minds that the row's newest token is being written: what is in the L2 cache is what everybody sees.
+
 What nobody owns may be NaN. K beyond the row's tokens only reaches logits that are overwritten; V there, and
 before a window, would turn 0 * NaN into NaN, so it is loaded as zero.
 
@@ -27,9 +32,10 @@ from triton.language.extra import cuda
 from qinfer.kernels.kv_unpack_triton import INT8, PLAIN, unpack_pairs
 from qinfer.kernels.paged_plan_triton import ITEM
 from qinfer.kernels.paged_walk_triton import LOWEST, page_ids, slots_of, soft_cap
+from qinfer.kernels.pieces_triton import fetch_ahead
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride", "window", "num_kv_heads"])
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "window", "num_kv_heads", "head_start"])
 def decode_kernel(
     q,
     k,
@@ -51,6 +57,7 @@ def decode_kernel(
     v_scale,
     softcap,
     window,
+    head_start,  # how much is done before the kernel in front has ended
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,  # GROUP as a power of two
     DIM: tl.constexpr,
@@ -67,9 +74,9 @@ def decode_kernel(
     MERGE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    if EARLY:  # noqa: SIM102  the one is known when this is compiled
+        if head_start == 0:
+            cuda.gdc_wait()
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     record = items + item * ITEM
@@ -82,13 +89,30 @@ def decode_kernel(
     pieces = tl.load(record + 6)
     # All fields decide, though two would do: so they are loaded at once, not one after the other when needed.
     if (item >= tl.load(header)) | (row >= num_rows) | (seq < 0) | (begin < 0) | (end < 0) | (length < 0):
+        if EARLY:  # or this kernel might end before the one in front
+            cuda.gdc_wait()
         return
+
+    WIDTH: tl.constexpr = DIM if KIND == PLAIN else DIM // 2
+    SCALAR: tl.constexpr = PAGE % TILE == 0 and UNIT % TILE == 0
+    pages = table + seq.to(tl.int64) * table_stride
+    stop = tl.minimum(length, end)
+    page = page_ids(pages, begin, stop, TILE, PAGE, SCALAR)
+    if EARLY:
+        if SCALAR:  # noqa: SIM102
+            if (head_start == 2) & (begin < stop):
+                BYTES: tl.constexpr = k.dtype.element_ty.primitive_bitwidth // 8
+                first = (page * num_kv_heads + kv_head) * PAGE + begin % PAGE
+                size = tl.minimum(PAGE - begin % PAGE, UNIT) * (WIDTH * BYTES)
+                fetch_ahead(k + first * WIDTH, size)
+                fetch_ahead(v + first * WIDTH, size)
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
 
     head = tl.arange(0, 16)
     lane = tl.arange(0, LANES)
     token = tl.arange(0, TILE)
     OUT: tl.constexpr = LANES if KIND == PLAIN else 2 * LANES
-    WIDTH: tl.constexpr = DIM if KIND == PLAIN else DIM // 2
     real_lane = lane < WIDTH
     column = tl.arange(0, OUT)
     q_at = q + row.to(tl.int64) * q_stride + (kv_head * GROUP + head)[:, None] * DIM
@@ -104,10 +128,6 @@ def decode_kernel(
     even = tl.zeros((16, LANES), tl.float32)
     odd = tl.zeros((16, LANES), tl.float32)
     lowest = tl.maximum(length - window, 0) if WINDOW else 0
-    pages = table + seq.to(tl.int64) * table_stride
-    SCALAR: tl.constexpr = PAGE % TILE == 0 and UNIT % TILE == 0
-    stop = tl.minimum(length, end)
-    page = page_ids(pages, begin, stop, TILE, PAGE, SCALAR)
 
     for at in tl.range(begin, end, TILE):
         here = at + token

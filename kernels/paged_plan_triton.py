@@ -49,6 +49,7 @@ class RowPlan(NamedTuple):
     items: Tensor  # [max_items, 8]
     counters: Tensor  # [max_items, Hkv], zero: how many pieces of a row are done
     prefill: Tensor  # [3, B + 1]: sequences; first rows, first pages, in both the last entry their sum
+    read: list[bool]  # grows with every kernel that has waited for the plan; so has all that comes after
 
 
 def max_items(num_rows: int, num_kv_heads: int, num_sms: int) -> int:
@@ -90,7 +91,8 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
         START_COST,
         BLOCK=max(64, triton.next_power_of_2(num_seqs)),
     )
-    return RowPlan(batch, geometry, header, items.view(-1, 8), counters.view(bound, -1), prefill.view(3, -1))
+    records, counts = items.view(-1, 8), counters.view(bound, -1)
+    return RowPlan(batch, geometry, header, records, counts, prefill.view(3, -1), read=[])
 
 
 @triton.jit(do_not_specialize=["num_seqs", "window", "num_kv_heads", "page_size", "num_sms"])
