@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.names import all_modules, linear_shape, relative_name
+from qinfer.checkpoint.shards import FLOATS
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.quant import Dense, Scheme
@@ -26,7 +27,6 @@ CHECKS = (
     "no linear was left dense unasked",
     "the files are as large as the schemes make them, and smaller than the source's",
 )
-_FLOATS = ("F64", "F32", "F16", "BF16")
 _SIZE_TOLERANCE = 0.02  # of the weights, and as much for each tensor's entry in a header:
 _HEADER_BYTES = 400
 _LISTED = 5  # names in a message
@@ -91,7 +91,7 @@ def check_written(
         if asked.label != found.label:
             raise CheckpointError(f"{module} reads as {found.label}, and was to be {asked.label}")
         weight = f"{module}.weight"
-        if not isinstance(asked, Dense) and weight in result.names() and result.header(weight)[1] in _FLOATS:
+        if not isinstance(asked, Dense) and weight in result.names() and result.header(weight)[1] in FLOATS:
             raise CheckpointError(f"{weight} was left dense, and was to be {asked.label}")
     slack = _SIZE_TOLERANCE * num_bytes + _HEADER_BYTES * len(result.names())
     if abs(result.num_bytes - num_bytes) > slack:

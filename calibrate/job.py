@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, unquantized
+from qinfer.dtypes import name_of
 from qinfer.quant import Scheme
-
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ class QuantizeJob:
             "ranges": self.recipe.ranges,
             "seed": self.seed,
             "device": device_name(self.device),
-            "activations": str(self.activations).removeprefix("torch."),
+            "activations": name_of(self.activations),
             "kv_scales": self.kv_scales,
             "calibration": None if self.data is None else self.data.record(),
             "mix": {unit_name(unit): scheme.label for unit, scheme in sorted(self.mix.items())},
@@ -112,8 +110,7 @@ class QuantizeJob:
         """Of all tensors in the files; every linear in `scheme`, or in its own where that is None."""
         config, item = self.source.config, self.storage.itemsize
         linears = {f"{module}.weight" for module in all_modules(config)}
-        headers = [self.source.header(name) for name in self.source.names() - linears]
-        others = sum(prod(shape) * _ITEM_BYTES[dtype] for shape, dtype in headers)
+        others = sum(self.source.tensor_bytes(name) for name in self.source.names() - linears)
         units = [(i, group.name) for i in range(config.num_layers) for group in layer_groups(config)]
         bits = sum(unit_bits(config, group, scheme or self.scheme_of(i, group), item) for i, group in units)
         return others + bits // 8

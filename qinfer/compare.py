@@ -27,6 +27,7 @@ import qinfer
 from qinfer import env
 from qinfer.backend import describe, model_device
 from qinfer.blame import find_blame
+from qinfer.dtypes import name_of
 from qinfer.errors import UserError, check_counts
 from qinfer.evals import text
 from qinfer.evals.budget import gather
@@ -36,7 +37,7 @@ from qinfer.evals.store import Store
 from qinfer.evals.tasks import Task, load_tasks
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
 from qinfer.offer import find_offer
-from qinfer.reading import OpenModel, Serving, name_of, read_text
+from qinfer.reading import OpenModel, Serving, read_text
 from qinfer.streams import Streams
 from qinfer.tokenizer import Tokenizer
 

@@ -13,6 +13,7 @@ from qinfer import jobs, reading
 from qinfer.alone import TaskScores, ask_alone
 from qinfer.choice import Choice, choose
 from qinfer.compare import Questions, opened_store
+from qinfer.dtypes import name_of
 from qinfer.errors import UserError, check_counts, check_flags, check_seed
 from qinfer.evals import perplexity, report_choice, text
 
@@ -105,7 +106,7 @@ def score_text(
         "window": window,
         "stride": window,
         "data_sha256": text.data_hash(cut),
-        "dtype": reading.name_of(serving.dtype),
+        "dtype": name_of(serving.dtype),
         "kv_cache_dtype": serving.kv_cache_dtype,
         "lm_head_dtype": serving.lm_head_dtype,
         "qinfer": qinfer.__version__,

@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from qinfer import llm_tasks
 from qinfer.backend import model_device
 from qinfer.config import ModelConfig
+from qinfer.dtypes import DTYPES, name_of
 from qinfer.engine.admission import check_text
 from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.continuation import Continuation
@@ -40,7 +41,6 @@ from qinfer.progress import Progress
 from qinfer.prompts import Message, Prompt, conversation_list, params_list, prompt_list, text_and_ids
 from qinfer.sampling_params import SamplingParams
 from qinfer.source import (
-    DTYPES,
     Weights,
     check_dtype,
     check_quantization,
@@ -114,7 +114,7 @@ class LLM:
         self.dtype = model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
         kv_cache_dtype = resolve_kv_cache_dtype(
             options.kv_cache_dtype,
-            str(model_dtype).removeprefix("torch."),
+            name_of(model_dtype),
             checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
         )
         device = model_device()
@@ -122,7 +122,7 @@ class LLM:
             checkpoint,
             kv_cache_dtype,
             lm_head_dtype,
-            dtype=str(model_dtype).removeprefix("torch."),
+            dtype=name_of(model_dtype),
             allow_ungated=allow_ungated,
             tokenizer=tokenizer,
             chat_template=chat_template,

@@ -20,6 +20,7 @@ from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.checkpoint.rounded import RoundedCheckpoint
+from qinfer.dtypes import name_of
 from qinfer.evals import fidelity
 from qinfer.evals.gate import Measure
 from qinfer.evals.offer import Offer, Trial
@@ -27,7 +28,6 @@ from qinfer.evals.thresholds import limits_for, profile_named, scheme_class
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import Decoder, load_decoder
 from qinfer.quant import W4A16, Scheme, W8A8Fp8, W8A8Fp8Block, W8A8Int8, W8A16Fp8, W8A16Int8
-from qinfer.reading import name_of
 
 if TYPE_CHECKING:
     from qinfer.compare import Comparison

@@ -24,6 +24,7 @@ from qinfer import env
 from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
+from qinfer.dtypes import name_of
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import scales_in
 from qinfer.engine.options import EngineOptions
@@ -198,11 +199,6 @@ class Bar:
     def __call__(self, items: Sequence[_T], what: str) -> Iterator[_T]:
         """The same items."""
         yield from tqdm(items, desc=what, unit=self.unit, disable=not (self.shown and items))
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def open_model(name: str, *, revision: str | None = None, token: str | None = None) -> OpenModel:

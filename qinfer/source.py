@@ -20,19 +20,13 @@ from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
 from qinfer.checkpoint.names import layer_modules, layer_prefix
+from qinfer.dtypes import DTYPES, name_of
 from qinfer.errors import UserError
 from qinfer.evals.clearance import Clearance, Kind
 from qinfer.evals.coverage import Use
 from qinfer.quant import Dense, Scheme
 from qinfer.tokenizer import Tokenizer, has_tokenizer, read_template
 
-DTYPES = {
-    "float32": torch.float32,
-    "float": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "half": torch.float16,
-}
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 
 
@@ -152,7 +146,7 @@ def schemes_of(checkpoint: Checkpoint) -> tuple[Scheme, ...]:
 
 def label_of(schemes: Sequence[Scheme], dtype: torch.dtype, kv_cache_dtype: str, lm_head_dtype: str) -> str:
     """'w8a8-int8 + int8 head + fp8 KV': what the ledger calls this engine."""
-    model_dtype = str(dtype).removeprefix("torch.")
+    model_dtype = name_of(dtype)
     weights = model_dtype if list(schemes) == [Dense()] else " + ".join(one.label for one in schemes)
     head = "" if lm_head_dtype == "auto" else f" + {lm_head_dtype} head"
     return weights + head + ("" if kv_cache_dtype == model_dtype else f" + {kv_cache_dtype} KV")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qinfer.dtypes import name_of
 from qinfer.evals import fidelity
 from qinfer.evals.answers import Pair
 from qinfer.evals.budget import Stream
@@ -14,7 +15,7 @@ from qinfer.evals.store import Store
 from qinfer.evals.tasks import Task
 from qinfer.evals.thresholds import Limits
 from qinfer.evidence import Answerer, TaskStream, TextStream
-from qinfer.reading import Bar, Reader, Serving, name_of, scores_of
+from qinfer.reading import Bar, Reader, Serving, scores_of
 
 if TYPE_CHECKING:
     from qinfer.compare import Comparison

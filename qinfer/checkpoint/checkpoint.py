@@ -9,6 +9,7 @@ is complete; so loading needs no second look and nothing can be left at a random
 from __future__ import annotations
 
 import warnings
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from qinfer.checkpoint import dialects, names
 from qinfer.checkpoint.compressed_tensors import Quantization, find_quantization_config
 from qinfer.checkpoint.files import read_json
-from qinfer.checkpoint.shards import Header, find_tensors
+from qinfer.checkpoint.shards import FLOATS, ITEM_BYTES, Header, find_tensors
 from qinfer.checkpoint.stored import Folder
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError, UnsupportedModelError
@@ -27,7 +28,6 @@ from qinfer.quant import Dense, Scheme, TensorSpec, W4A16Ordered
 
 CPU = torch.device("cpu")
 _PACKED_HEADS = frozenset({"lm_head.qweight", "lm_head.weight_packed"})
-_FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 _DTYPES = {
     torch.int8: "I8",
     torch.uint8: "U8",
@@ -89,6 +89,11 @@ class Checkpoint:
     def scheme(self, module: str) -> Scheme:
         """Scheme of a linear by its full name, "model.layers.0.self_attn.q_proj"."""
         return self.quantization.scheme(module)
+
+    def tensor_bytes(self, name: str) -> int:
+        """Bytes of a tensor in its file; reads no data."""
+        shape, dtype = self.header(name)
+        return prod(shape) * ITEM_BYTES[dtype]
 
     def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
         """That linear's tensors by suffix ("weight", "weight_scale"), as its scheme lists them; no bias.
@@ -211,7 +216,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             missing.append(name)
             continue
         shape, dtype = checkpoint.header(name)
-        dtypes = _FLOATS if spec.dtype is None else frozenset({_DTYPES[spec.dtype]})
+        dtypes = FLOATS if spec.dtype is None else frozenset({_DTYPES[spec.dtype]})
         same = _without_ones(shape) == _without_ones(spec.shape) if name in linears else shape == spec.shape
         if not same or dtype not in dtypes:
             expected = f"{list(spec.shape)} {'/'.join(sorted(dtypes))}"

@@ -29,6 +29,7 @@ from qinfer.checkpoint.gguf_config import GGUFSource, make_config, make_generati
 from qinfer.checkpoint.gguf_tokenizer import make_tokenizer
 from qinfer.checkpoint.shards import ShardWriter
 from qinfer.config import ModelConfig
+from qinfer.dtypes import name_of
 from qinfer.errors import CheckpointError, UnsupportedModelError
 
 # architectures whose rotary embedding llama.cpp computes on neighbouring pairs
@@ -47,7 +48,7 @@ def convert_gguf(file: Path, folder: Path, *, progress: Callable[[str], None]) -
     progress(f"reading {file.name}")
     tensors, source = open_gguf(file)
     dtype = _dtype(tensors)
-    raw_config = make_config(source, str(dtype).removeprefix("torch."))
+    raw_config = make_config(source, name_of(dtype))
     tokenizer, tokenizer_config = make_tokenizer(source.metadata)
     placed = place(source, ModelConfig.from_dict(raw_config))
     progress(f"converting {len(placed)} tensors to {raw_config['dtype']}")

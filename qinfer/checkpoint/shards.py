@@ -28,7 +28,10 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 2 * 1000**3  # also the most that a writer keeps in memory
 _STRETCH = 1 << 24  # bytes copied at a time
-_ITEM_BYTES = {"I64": 8, "F64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I16": 2}
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})  # what dense weights may be
+ITEM_BYTES = {"I64": 8, "F64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "I16": 2} | dict.fromkeys(
+    ("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 1
+)
 
 
 class Header(NamedTuple):
@@ -243,7 +246,7 @@ def _copy_together(files: Sequence[Path], target: Path) -> None:
             raw = json.loads(stream.read(length))
         raw.pop("__metadata__", None)
         places += [(file, 8 + length, name, entry) for name, entry in raw.items()]
-    places.sort(key=lambda place: (-_ITEM_BYTES.get(place[3]["dtype"], 1), place[2]))
+    places.sort(key=lambda place: (-ITEM_BYTES.get(place[3]["dtype"], 1), place[2]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for _, _, name, entry in places:

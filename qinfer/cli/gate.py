@@ -40,8 +40,9 @@ def gate(
         raise UserError(f"{folder} is no folder: give that of a checkpoint", "folder")
     with stdout_kept_for_result():
         from qinfer.checkpoint.checkpoint import open_checkpoint
+        from qinfer.dtypes import name_of
         from qinfer.evals.coverage import Use
-        from qinfer.reading import Serving, name_of
+        from qinfer.reading import Serving
 
         checkpoint = open_checkpoint(folder)
         serving = Serving.settle(dtype, kv_cache_dtype, checkpoint, lm_head_dtype)

@@ -57,33 +57,17 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
                 name = layer_prefix(config, i) + module
                 scheme, shape = checkpoint.scheme(name), linear_shape(config, module)
                 num_bytes = sum(
-                    _tensor_bytes(checkpoint, f"{name}.{suffix}") for suffix in checkpoint.module_specs(name)
+                    checkpoint.tensor_bytes(f"{name}.{suffix}") for suffix in checkpoint.module_specs(name)
                 )
                 seen += num_bytes
                 row = sums.setdefault((group.name, scheme.label), Counter())
                 row.update(num_modules=1, num_weights=prod(shape), num_bytes=num_bytes)
-    rest = sum(_tensor_bytes(checkpoint, name) for name in checkpoint.names()) - seen
+    rest = sum(checkpoint.tensor_bytes(name) for name in checkpoint.names()) - seen
     rows: list[dict[str, Any]] = [
         {"group": group, "scheme": scheme, **sums[group, scheme]} for group, scheme in sums
     ]
     other = {"group": "embeddings, norms, biases, head", "scheme": "dense", "num_bytes": rest}
     return [*rows, other]
-
-
-def _tensor_bytes(checkpoint: Checkpoint, name: str) -> int:
-    shape, dtype = checkpoint.header(name)
-    return prod(shape) * _DTYPE_BYTES[dtype]
-
-
-# dtype names of a safetensors header
-_DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1} | {
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
 
 
 def _gate(checkpoint: Checkpoint) -> dict[str, Any]:

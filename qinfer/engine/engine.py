@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from qinfer.dtypes import name_of
 from qinfer.engine.admission import Admission
 from qinfer.engine.bad_words import BadWords
 from qinfer.engine.books import Books
@@ -78,7 +79,7 @@ class Engine:
         config = decoder.config
         on_gpu = decoder.device.type != "cpu"
         self.limits = settle_limits(options, config.context_len, on_gpu=on_gpu)
-        dtype_name = str(decoder.dtype).removeprefix("torch.")
+        dtype_name = name_of(decoder.dtype)
         kv_cache_dtype = resolve_kv_cache_dtype(options.kv_cache_dtype, dtype_name)
         self.kv_cache_dtype = kv_cache_dtype
         self.limits, self.ledger = size_pool(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from qinfer import backend
+from qinfer.dtypes import name_of
 from qinfer.engine import budget, footprint, memory
 from qinfer.engine.activations import Build, cpu_step_bytes, gpu_step_bytes
 from qinfer.engine.budget import Demand, Space
@@ -156,7 +157,7 @@ def build_of(decoder: Decoder, kv_cache_dtype: str) -> Build:
     weight_format = WeightFormat(scheme.name)
     if isinstance(scheme, W4A16):
         weight_format = WeightFormat(scheme.name, scheme.group_size, scheme.symmetric)
-    return Build(decoder.config, weight_format, str(decoder.dtype).removeprefix("torch."), kv_cache_dtype)
+    return Build(decoder.config, weight_format, name_of(decoder.dtype), kv_cache_dtype)
 
 
 def space_of(device: torch.device) -> Space:
