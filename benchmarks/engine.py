@@ -10,7 +10,8 @@ Weights are random (`load_format="dummy"`). Groups:
                 no prefix cache; then one sequence on the same engine
     seqs        the same with 1024 sequences
     budget      the same under --memory 24GiB, and with a quarter of the prompts under 18GiB
-    static      prompts and answers of 5 to 500 tokens: continuous beside fixed batches of 256
+    static      prompts and answers of 5 to 500 tokens, half as many: continuous beside fixed batches of 256
+    head        one sequence with a head of 8 bits
 
 Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
 process of its own, so that one that fails does not take the others along, and on an empty GPU. With
@@ -41,7 +42,10 @@ LIMITS = {"max_num_batched_tokens": 8192, "max_model_len": 2048, "enable_prefix_
 
 
 class Setting(NamedTuple):
-    """One engine and what is asked of it; `share` of the prompts, `one`: a single sequence as well."""
+    """One engine and what is asked of it: `share` of the prompts; `one`: a single sequence as well.
+
+    `spread`: of lengths from 5 to 500, and once more in fixed batches.
+    """
 
     group: str
     label: str
@@ -51,8 +55,8 @@ class Setting(NamedTuple):
     memory: str | None = None
     share: float = 1.0
     one: bool = False
-    scheduling: str = "continuous"
     spread: bool = False
+    lm_head_dtype: str = "auto"
 
 
 def settings() -> list[Setting]:
@@ -62,13 +66,16 @@ def settings() -> list[Setting]:
     found.insert(2, Setting("throughput", "fp8 + fp8 KV", "w8a8-fp8", "fp8", one=True))
     found.append(Setting("seqs", "fp8 + fp8 KV, 1024 sequences", "w8a8-fp8", "fp8", 1024))
     for memory, share in (("24GiB", 1.0), ("18GiB", 0.25)):
-        small = {"memory": memory, "share": share}
+        small: dict[str, Any] = {"memory": memory, "share": share}
         found.append(Setting("budget", f"bf16 in {memory}", "dense", **small))
         found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", **small))
     found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB"))
-    for scheduling in ("continuous", "static"):
-        label = f"fp8 + fp8 KV, 5 to 500 tokens, {scheduling}"
-        found.append(Setting("static", label, "w8a8-fp8", "fp8", scheduling=scheduling, spread=True))
+    found.append(
+        Setting("static", "fp8 + fp8 KV, 5 to 500 tokens", "w8a8-fp8", "fp8", share=0.5, spread=True)
+    )
+    few: dict[str, Any] = {"max_num_seqs": 16, "share": 0.03, "one": True, "lm_head_dtype": "int8"}
+    found.append(Setting("head", "fp8 + fp8 KV, int8 head", "w8a8-fp8", "fp8", **few))
+    found.append(Setting("head", "w4a16, int8 head", "w4a16", **few))
     return found
 
 
@@ -76,6 +83,7 @@ def ready(setting: Setting, *, together: bool) -> Bench:
     """The engine of a setting; beside others one without a budget takes pages for its sequences alone."""
     keywords: dict[str, Any] = {"load_format": "dummy", "scheme": setting.scheme, **LIMITS}
     keywords |= {"kv_cache_dtype": setting.kv_cache_dtype, "max_num_seqs": setting.max_num_seqs}
+    keywords["lm_head_dtype"] = setting.lm_head_dtype
     if setting.memory:
         keywords["memory"] = setting.memory
     elif together:
@@ -90,9 +98,12 @@ def measure(setting: Setting, bench: Bench, num_prompts: int) -> dict[str, Any]:
     if setting.spread:  # means of a range: 5 to 500
         lengths = {"output_len": 252, "range_ratio": 0.98, "spread": "log"}
         dataset = Dataset(num_prompts=num_prompts, input_len=252, **lengths)
-    asked = throughput.Throughput(dataset, scheduling=setting.scheduling, temperature=0.0)
+    asked = throughput.Throughput(dataset, temperature=0.0)
     document = throughput.measure(bench, asked)
     print(throughput.to_text(document), file=sys.stderr, flush=True)
+    if setting.spread:
+        document["static"] = throughput.measure(bench, replace(asked, scheduling="static"))
+        print(throughput.to_text(document["static"]), file=sys.stderr, flush=True)
     if setting.one:  # on an engine that is warm by now
         alone = latency.Latency(512, 256, batch_size=1, num_iters_warmup=0, num_iters=2, temperature=0.0)
         document["one"] = latency.measure(bench, alone)
@@ -137,9 +148,12 @@ def _child(setting: Setting, num_prompts: int, together: bool, pipe: Connection)
 
 
 def row(label: str, document: dict[str, Any] | None) -> str:
-    """One line of the table."""
+    """A line of the table, or two."""
     if document is None:
         return f"{label:<42}failed"
+    if static := document.get("static"):
+        plain = {name: value for name, value in document.items() if name != "static"}
+        return f"{row(label, plain)}\n{row(f'{label}, static', static)}"
     one, ledger = document.get("one"), document["ledger"]
     planned = ledger["planned"] or ledger
     return (
