@@ -174,14 +174,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--groups", default="throughput,seqs,budget,static")
+    parser.add_argument("--groups", default="throughput,seqs,budget,static,head", help="or whole labels")
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no setting after this")
     parser.add_argument("--together", action="store_true", help="make all engines ready at once")
     parser.add_argument("--only", default="", help="settings whose label begins with one of these words")
     arguments = parser.parse_args()
-    groups, only, start = arguments.groups.split(","), tuple(arguments.only.split(",")), time.monotonic()
-    wanted = [s for s in settings() if s.group in groups and s.label.startswith(only)]
+    groups, only, start = set(arguments.groups.split(",")), tuple(arguments.only.split(",")), time.monotonic()
+    wanted = [s for s in settings() if {s.group, s.label} & groups and s.label.startswith(only)]
     begin = partial(Apart, num_prompts=arguments.num_prompts, together=arguments.together)
     made = {setting: begin(setting) for setting in wanted if arguments.together}
     for child in made.values():
