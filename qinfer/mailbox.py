@@ -30,19 +30,21 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
         self._content: RequestOutput | Exception | None = None
+        self._reader: asyncio.Future[None] | None = None  # waits for content; there is one reader
 
     def put(self, content: RequestOutput | Exception) -> None:
         """Replaces what is in it."""
         self._content = content
-        self._arrived.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     async def take(self) -> RequestOutput:
         """Waits for the next content; raises it where it is an error."""
-        await self._arrived.wait()
-        self._arrived.clear()
-        content = self._content
+        if self._content is None:
+            self._reader = self.loop.create_future()
+            await self._reader
+        content, self._content = self._content, None
         if isinstance(content, Exception):
             raise content
         assert content is not None
