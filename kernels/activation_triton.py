@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
@@ -36,6 +35,7 @@ from qinfer.kernels.rows_triton import (
     row_tile,
     store_rows,
     table_of,
+    take_turn,
 )
 from qinfer.kernels.tiles import Tile, tile
 
@@ -170,9 +170,7 @@ def _kernel(
     spot = tl.arange(0, LANES)
     lane = tl.program_id(1) * PIECE + spot
     mask = (row < num_rows)[:, None] & ((spot < PIECE) & (lane < LENGTH))[None, :]
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    take_turn(EARLY)
     meeting = meeting_of(words, PIECES) if PIECES > 1 else None
     at = gate_up + row[:, None] * stride + lane[None, :]
     gate = load_sum(at, mask, part_stride, PARTS)

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
@@ -36,6 +35,7 @@ from qinfer.kernels.rows_triton import (
     row_tile,
     scale_of,
     table_of,
+    take_turn,
 )
 from qinfer.kernels.tiles import Tile
 
@@ -180,9 +180,7 @@ def _kernel(
         mask2 = (row < num_rows)[:, None] & (lane2 < LENGTH)[None, :]
         factor2 = tl.load(weight + lane2[None, :], mask=(lane2 < LENGTH)[None, :], other=0.0)
         factor2 = factor2.to(tl.float32) + offset
-    if EARLY:  # the weight is nobody's result, the rest is
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    take_turn(EARLY)  # the weight is nobody's result, the rest is
     values = load_sum(x + row[:, None] * x_stride + lane[None, :], mask, part_stride, PARTS)
     if REST > 0:
         values2 = load_sum(x + row[:, None] * x_stride + lane2[None, :], mask2, part_stride, PARTS)

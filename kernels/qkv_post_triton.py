@@ -15,7 +15,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.kv_store_triton import int8_step, stored
@@ -23,7 +22,7 @@ from qinfer.kernels.kv_unpack_triton import INT8
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.paged_shapes_triton import machine_of
 from qinfer.kernels.qkv_post import HeadNorms
-from qinfer.kernels.rows_triton import launch
+from qinfer.kernels.rows_triton import launch, take_turn
 from qinfer.kernels.tiles import Declined, tile
 from qinfer.kernels.write_kv_triton import kind_of, slot_rows
 
@@ -204,9 +203,7 @@ def _kernel(
     mask = real[:, None] & (lane < HALF)[None, :]
     rest_lane = tl.arange(0, REST_LANES)
     rest_mask = real[:, None] & (rest_lane < REST)[None, :]
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    take_turn(EARLY)
 
     row_at = token * token_stride + head * DIM
     left = _piece(qkv, bias, row_at, head, mask, part_stride, 0, HALF_LANES, DIM, PARTS, BIAS)

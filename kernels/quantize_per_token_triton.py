@@ -9,10 +9,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.rows_triton import MEASURED, offline_row, row_formula, row_tile, store_rows, table_of
+from qinfer.kernels.rows_triton import (
+    MEASURED,
+    offline_row,
+    row_formula,
+    row_tile,
+    store_rows,
+    table_of,
+    take_turn,
+)
 
 
 def int8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,9 +67,7 @@ def _kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     lane = tl.arange(0, LANES)
     mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
-    if EARLY:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    take_turn(EARLY)
     values = tl.load(x + row[:, None] * stride + lane[None, :], mask=mask, other=0.0).to(tl.float32)
     at = out + row[:, None] * LENGTH + lane[None, :]
     store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, True)

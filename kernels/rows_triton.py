@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
@@ -33,6 +34,20 @@ MAX_LANES = 32768  # of a program's rows: 32 numbers for each of 1024 threads
 MEASURED = "nvidia-h200"  # the GPU whose table `offline_variants` look into
 MAX_PROGRAMS = 528  # that may meet: four for each multiprocessor of an H200
 MAX_PARTS = 16  # partial sums whose loads are issued together
+
+
+@triton.jit
+def take_turn(EARLY: tl.constexpr):
+    """Waits for the kernel in front. The next one may start before that (EARLY 1), or only after it (2).
+
+    A product that starts then asks for its weight just when nobody else wants the memory.
+    """
+    if EARLY == 1:
+        cuda.gdc_launch_dependents()
+    if EARLY > 0:
+        cuda.gdc_wait()
+    if EARLY == 2:
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit
