@@ -14,42 +14,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from qinfer import llm_tasks
-from qinfer.backend import model_device
 from qinfer.config import ModelConfig
-from qinfer.dtypes import DTYPES, name_of
+from qinfer.dtypes import DTYPES
 from qinfer.engine.admission import check_text
-from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.continuation import Continuation
-from qinfer.engine.engine import Engine
-from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
 from qinfer.engine.pooling import Pooling
-from qinfer.engine.sizing import space_of
 from qinfer.errors import UserError, check_flags
-from qinfer.evals.certificate import GateStatus
 from qinfer.generation_config import default_params
 from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
 from qinfer.llm_requests import Requests
 from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams
-from qinfer.model.decoder import load_decoder
+from qinfer.loading import Loader, schemes_of
 from qinfer.model.head import check_lm_head_dtype
 from qinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from qinfer.progress import Progress
 from qinfer.prompts import Message, Prompt, conversation_list, params_list, prompt_list, text_and_ids
 from qinfer.sampling_params import SamplingParams
-from qinfer.source import (
-    Weights,
-    check_dtype,
-    check_quantization,
-    find_tokenizer,
-    judge,
-    label_of,
-    open_model,
-    schemes_of,
-)
+from qinfer.source import Weights, check_dtype, check_quantization, open_model
 from qinfer.tokenizer import Tokenizer
 
 Params: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
@@ -111,42 +95,19 @@ class LLM:
         self.schemes = schemes_of(checkpoint)
         self.weight_bytes = checkpoint.num_bytes
         self.lm_head_dtype = lm_head_dtype
-        self.dtype = model_dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
-        kv_cache_dtype = resolve_kv_cache_dtype(
-            options.kv_cache_dtype,
-            name_of(model_dtype),
-            checkpoint_has_fp8=checkpoint.quantization.kv_cache_scheme is not None,
-        )
-        device = model_device()
-        clearance = judge(
+        self.dtype = DTYPES[self.config.dtype if dtype == "auto" else dtype]
+        self.engine, self.tokenizer, self.gate = Loader(
             checkpoint,
-            kv_cache_dtype,
+            options,
+            self.dtype,
             lm_head_dtype,
-            dtype=name_of(model_dtype),
+            tokenizer,
+            chat_template,
+            hf_token,
+            skip_tokenizer=skip_tokenizer_init,
             allow_ungated=allow_ungated,
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            hf_token=hf_token,
             trust=[trust] if isinstance(trust, str | os.PathLike) else trust,
-        )
-        with clearance:  # the weights are hashed while they are loaded
-            require_weights_fit(self.weight_bytes, space_of(device), options)
-            self.tokenizer: Tokenizer | None = None
-            if not skip_tokenizer_init:
-                self.tokenizer = find_tokenizer(
-                    checkpoint, tokenizer, chat_template=chat_template, token=hf_token
-                )
-            decoder = load_decoder(
-                checkpoint, device=device, dtype=model_dtype, lm_head_dtype=lm_head_dtype, progress=True
-            )
-            self.gate: GateStatus = clearance.result()
-        self.engine = Engine(
-            decoder,
-            self.tokenizer,
-            replace(options, kv_cache_dtype=kv_cache_dtype),
-            kv_scales=scales_in(checkpoint),
-            label=label_of(self.schemes, model_dtype, kv_cache_dtype, lm_head_dtype),
-        )
+        ).load()
         self._requests = Requests(self.engine)
         self._enqueued: list[str] = []
 
