@@ -19,7 +19,7 @@ import argparse
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from cuts import cuts
 from graph_timing import L2_TWICE, copy_bandwidth, microseconds, origin
+from products import rotate
 from torch import Tensor
 
 from qinfer.backend import compiling_ahead
@@ -35,16 +36,7 @@ from qinfer.testing import error_ratio
 
 SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096))
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-UPPER = (
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    512,
-    1024,
-)  # tokens of the table's rows; beyond the last: unpack, then torch.mm
+UPPER = (8, 16, 32, 64, 128, 256, 512, 1024)  # tokens of the table's rows; beyond: unpack, then torch.mm
 GROUP = 128
 Config = dict[str, int]
 
@@ -79,7 +71,8 @@ CANDIDATES = {
     512: MANY,
     1024: MANY,
 }
-STAGES = {16: (7, 10), 32: (8,), 64: (5, 6)}  # of the kernel with one task per warp
+STAGES = {16: (7, 10), 32: (8,), 64: (5, 6), 128: (4,)}  # of the kernel with one task per warp
+QUARTERS = {8: (3, 4), 16: (3, 4), 32: (2, 3), 64: (2,)}  # stages of the kernel by quarters
 
 
 def candidates(m: int) -> list[Config]:
@@ -87,7 +80,9 @@ def candidates(m: int) -> list[Config]:
     names = ("BM", "BN", "MODE", "UNROLL", "WARPS", "STAGES", "REGISTERS")
     found = [dict(zip(names, values, strict=True)) for values in CANDIDATES[m]]
     found = [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 8} for tile in found]
-    return found + [{"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": stages} for stages in STAGES.get(m, ())]
+    found += [{"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": stages} for stages in STAGES.get(m, ())]
+    few = {"QUARTERS": 1, "BM": min(m, 64), "MODE": int(m <= 32)}
+    return found + [few | {"STAGES": s, "EARLY": 1} for s in QUARTERS.get(min(m, 64), ()) if m <= 128]
 
 
 class Weight(NamedTuple):
@@ -117,15 +112,16 @@ def own(tile: Config, x: Tensor, packed: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def rotate(call: Callable[[Any], Tensor], weights: list[Any], m: int) -> float:
-    """Microseconds of a call over all weights; long enough for the clocks to settle if compute-bound."""
-    number = max(len(weights), 4 if m > 256 else 10)
-    calls = [partial(call, weights[i % len(weights)]) for i in range(number)]
-    return microseconds(calls, 40, 0.1) if m > 256 else microseconds(calls, 9)
-
-
 def timed(tile: Config, x: Tensor, weight: Weight) -> float:
     return rotate(partial(own, tile, x), weight.packed, x.shape[0])
+
+
+def checked(tile: Config, x: Tensor, weight: Weight, expected: Tensor) -> Iterator[tuple[float, Config]]:
+    """The time with a tile, if the product is right."""
+    if error_ratio(own(tile, x, weight.packed[0]), expected) < 4e-3:
+        yield timed(tile, x, weight), tile
+    else:
+        print("wrong:", *x.shape, tile)
 
 
 def compile_one(tile: Config) -> str:

@@ -38,6 +38,7 @@ PRODUCTS = {
     2048: MANY,
     4096: MANY,
 }
+QUARTERS = {8: (3, 4), 16: (3, 4), 32: (2, 3), 64: (1,)}  # stages of the kernel by quarters
 STAGES = {16: 6, 32: 5, 64: 4, 128: 3}  # of the kernel with one task per warp
 
 
@@ -50,6 +51,8 @@ def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
             for early in (1, 2) if s > 1 else (0, 1, 2):
                 for ahead in (0, 8, 32) if early and m <= 128 else (0,):
                     yield shape | {"SPLITS": s, "EARLY": early, "AHEAD": ahead}
+    for stages in QUARTERS.get(m, ()):
+        yield {"QUARTERS": 1, "BM": m, "STAGES": stages, "EARLY": 1}
     if 8 < m <= 128:
         shape = {"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": STAGES[m]}
         tiles = -(-n // 256)

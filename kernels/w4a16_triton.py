@@ -24,6 +24,7 @@ from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
 from qinfer.kernels.w4a16 import INPUTS, ROWS
 from qinfer.kernels.w4a16_plan import formula, plan
 from qinfer.kernels.w4a16_product_triton import product
+from qinfer.kernels.w4a16_quarters_triton import launch_by_quarters, variant_by_quarters
 from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
 from qinfer.kernels.w4a16_warps_triton import by_warps
 from qinfer.kernels.warps_triton import descriptor, descriptor_type
@@ -51,12 +52,13 @@ def _multiply(x: Tensor, words: Tensor, scale_zero: Tensor, in_parts: bool) -> T
         return x.new_empty(m, n)
     choose = partial(formula, cores=_cores())
     config = tile("w4a16", _gpu(), choose, m, n, k)
-    if "BY_WARPS" in config and group % INPUTS:
+    if ("BY_WARPS" in config and group % INPUTS) or ("QUARTERS" in config and group != INPUTS):
         config = choose(m, n, k)
     if "DEQUANTIZE" in config:
         return torch.mm(x, dequantize(words, scale_zero, k, x.dtype).T)
     if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
         x = x.contiguous().clone()  # rows that 16-byte copies can start at
+    in_parts = in_parts and "QUARTERS" not in config
     parts = plan(config, m, n, k).equal_parts(n) if in_parts else 0
     if parts:
         out = torch.empty(parts, m, n, device=x.device)
@@ -85,6 +87,8 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
 
     Or its parts, of which out is [S, T, N] float32.
     """
+    if "QUARTERS" in config:
+        return launch_by_quarters(config, x, words, scale_zero, out)
     (m, k), n, dtype = x.shape, out.shape[-1], x.dtype
     x = x.float() if INTERPRET and dtype is torch.bfloat16 else x
     how = plan(config, m, n, k)
@@ -174,6 +178,11 @@ def offline_variants() -> Iterator[Variant]:
         for m in (1, 16, 32, 64, 128, 256, 512, 1024):
             config = tile("w4a16", "nvidia-h200", choose, m, n, k)
             if "DEQUANTIZE" in config:
+                continue
+            if "QUARTERS" in config:
+                for element in ("bf16", "fp16"):
+                    variant = variant_by_quarters(config, element)
+                    found[variant.name] = variant
                 continue
             how = plan(config, m, n, k)
             rows, parts = how.rows, how.equal_parts(n)

@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from qinfer.kernels.warps_triton import copy_in, group_barrier, tell_next, wait_for_previous
 
-# A mask puts two codes of a word into the low bits of a power of two; then come the zero and the scale.
+# A mask puts two codes of a word into the low bits of a power of two; then come the zero and, perhaps, scale.
 _CODES = """{ .reg .b32 a,b,c,d,s1,s2,s3;
     shr.u32 s1,$8,4; shr.u32 s2,$8,8; shr.u32 s3,$8,12;
     lop3.b32 a,$8,0x000f000f,MAGIC,0xea; lop3.b32 b,s1,0x000f000f,MAGIC,0xea;
@@ -32,8 +32,11 @@ _CODES = """{ .reg .b32 a,b,c,d,s1,s2,s3;
     sub.rn.TYPE a,a,$9; sub.rn.TYPE b,b,$9; sub.rn.TYPE c,c,$9; sub.rn.TYPE d,d,$9;
     mul.rn.TYPE a,a,$10; mul.rn.TYPE b,b,$10; mul.rn.TYPE c,c,$10; mul.rn.TYPE d,d,$10;
     mov.b32 {$0,$1},a; mov.b32 {$2,$3},b; mov.b32 {$4,$5},c; mov.b32 {$6,$7},d; }"""
+_UNSCALED = "\n".join(line for line in _CODES.splitlines() if "mul.rn" not in line)
 BFLOAT16 = gl.constexpr(_CODES.replace("MAGIC", "0x43004300").replace("TYPE", "bf16x2"))
 FLOAT16 = gl.constexpr(_CODES.replace("MAGIC", "0x64006400").replace("TYPE", "f16x2"))
+BFLOAT16_UNSCALED = gl.constexpr(_UNSCALED.replace("MAGIC", "0x43004300").replace("TYPE", "bf16x2"))
+FLOAT16_UNSCALED = gl.constexpr(_UNSCALED.replace("MAGIC", "0x64006400").replace("TYPE", "f16x2"))
 
 
 @gluon.jit
@@ -86,7 +89,7 @@ def _copy(x, words, xs, ws, ready, empty, N, steps, blocks, whole, pieces, BM: g
 
 
 @gluon.jit
-def _pairs(both, LIKE: gl.constexpr):
+def pairs(both, LIKE: gl.constexpr):
     """`scale_zero` words [64] -> zero and scale, each twice in an int32, of every word of [64, 16]."""
     zero = both & -65536
     scale = both & 65535
@@ -112,17 +115,22 @@ def _quarter(w, NUMBER: gl.constexpr):
 
 
 @gluon.jit
-def _floats(w, zero, scale, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Words [64, W] and `_pairs` of them -> (code - zero) * scale, [64, 8 W] as the cores want it."""
+def floats(w, zero, scale, SCALED: gl.constexpr, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Words [64, W] and `pairs` of them -> codes minus zeros, [64, 8 W] as the cores want it.
+
+    SCALED: times the scale.
+    """
     if SCALE == gl.bfloat16:  # noqa: SIM300
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            BFLOAT16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [w, zero, scale], is_pure=True, pack=1,
+            BFLOAT16 if SCALED else BFLOAT16_UNSCALED, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [w, zero, scale],
+            is_pure=True, pack=1,
             dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
                    gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
         )  # fmt: skip
     else:
         o0, o1, o2, o3, o4, o5, o6, o7 = gl.inline_asm_elementwise(
-            FLOAT16, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [w, zero, scale], is_pure=True, pack=1,
+            FLOAT16 if SCALED else FLOAT16_UNSCALED, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r", [w, zero, scale],
+            is_pure=True, pack=1,
             dtype=(gl.float16, gl.float16, gl.float16, gl.float16,
                    gl.float16, gl.float16, gl.float16, gl.float16),
         )  # fmt: skip
@@ -137,7 +145,7 @@ def _floats(w, zero, scale, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
 def _add(acc, w, zero, scale, tokens):
     """acc [64, M] plus the product of words and tokens [M, inputs]."""
     LAYOUT: gl.constexpr = acc.type.layout
-    a = _floats(w, zero, scale, tokens.dtype, LAYOUT)
+    a = floats(w, zero, scale, True, tokens.dtype, LAYOUT)
     acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
     acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
     return acc
@@ -186,7 +194,7 @@ def _multiply(PART: gl.constexpr, xs, ws, ready, empty, scale_zero, out, parts, 
             coming = gl.load(scale_zero + group * scale_stride + line, mask=line < N, other=0)
             mbarrier.wait(ready.index(stage), count // STAGES & 1)
             w = ws.index(stage * (BN // 64) + PART).load(WORDS)
-            zero, scale = _pairs(both, WORDS)
+            zero, scale = pairs(both, WORDS)
             if BM < 128:
                 acc = _add(acc, w, zero, scale, xs.index(stage))
             else:  # by quarters, which need fewer registers

@@ -36,11 +36,10 @@ from qinfer.kernels.split_k_triton import (
 )
 from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w4a16_unpack_triton import pairs_first
+from qinfer.kernels.w8a16_quarters_triton import launch_by_quarters, variant_by_quarters
 from qinfer.kernels.w8a16_warps_triton import by_warps
-from qinfer.kernels.w8a16_widen_triton import widen_rows, widened_tile
+from qinfer.kernels.w8a16_widen_triton import WIDE, widened, widened_tile
 from qinfer.kernels.warps_triton import descriptor, descriptor_type
-
-WIDE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def multiply(
@@ -82,6 +81,10 @@ def run(
     if "WIDEN" in entry:
         y = torch.mm(x, widened(weight, weight_scale, x.dtype, x.shape[1], fp8).T)
         return y if bias is None else y + bias
+    if "QUARTERS" in entry:
+        out = torch.empty(x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device)
+        launch_by_quarters(entry, x, weight, weight_scale, bias, out, fp8)
+        return out
     m, k, n, splits = *x.shape, weight.shape[1], entry["SPLITS"]
     lead = [splits] if splits > 1 else []
     out = torch.empty(*lead, m, n, device=x.device, dtype=torch.float32 if lead else x.dtype)
@@ -108,26 +111,6 @@ def options_of(entry: Tile, bias: Tensor | None, on_gpu: bool, fp8: bool) -> dic
     return {name: value for name, value in options.items() if name not in ("SPLITS", "BY_WARPS")}
 
 
-def widened(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, columns: int, fp8: bool) -> Tensor:
-    """The weight [N, columns] as `dtype`, codes times scale, rounded once."""
-    n = weight.shape[1]
-    out = torch.empty(n, columns, dtype=dtype, device=weight.device)
-    grid = (triton.cdiv(columns, 128), triton.cdiv(n, 32))
-    widen_rows[grid](
-        weight,
-        weight_scale,
-        out,
-        n,
-        columns,
-        BN=32,
-        FP8=fp8,
-        WIDE=WIDE.get(dtype, tl.float32),
-        ASM=weight.is_cuda,
-        num_warps=4,
-    )
-    return out
-
-
 def formula(m: int, n: int, k: int) -> Tile:
     """Tiles that are good for most shapes: what the measured tables of an H200 have in common."""
     if m > 2048:
@@ -152,8 +135,11 @@ def offline_variants() -> Iterator[Variant]:
         for m, n, k, dtype in [*cases, (16, 4096, 4096, "fp16"), (256, 4096, 4096, "fp16")]
     }
     for op, dtype, items in sorted(found):
-        if "WIDEN" not in dict(items):
-            yield _variant(op, dtype, dict(items))
+        entry = dict(items)
+        if "QUARTERS" in entry:
+            yield variant_by_quarters(op, entry, dtype)
+        elif "WIDEN" not in entry:
+            yield _variant(op, dtype, entry)
 
 
 def _variant(op: str, dtype: str, entry: dict[str, Any]) -> Variant:

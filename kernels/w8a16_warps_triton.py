@@ -56,7 +56,7 @@ def _copy(x, w, xs, ws, ready, empty, M, N, steps, BM: gl.constexpr, BN: gl.cons
 
 
 @gluon.jit
-def _floats(words, FP8: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr):
+def floats(words, FP8: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr):
     """Words [64, 16 R] -> their codes, [64, 64 R] as the tensor cores want them."""
     RUNS: gl.constexpr = words.shape[1] // 16
     if WIDE == gl.bfloat16:  # noqa: SIM300
@@ -78,7 +78,7 @@ def _floats(words, FP8: gl.constexpr, WIDE: gl.constexpr, LAYOUT: gl.constexpr):
 def _add(acc, words, tokens, FP8: gl.constexpr):
     """acc [64, M] plus the product of words and tokens [M, inputs]."""
     LAYOUT: gl.constexpr = acc.type.layout
-    a = _floats(words, FP8, tokens.dtype, LAYOUT)
+    a = floats(words, FP8, tokens.dtype, LAYOUT)
     acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
     acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
     return acc

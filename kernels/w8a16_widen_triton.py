@@ -7,8 +7,12 @@ bits of two codes to where 16-bit floats have them.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+WIDE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -118,3 +122,23 @@ def widen_rows(w, scale, out, N, K, BN: tl.constexpr, FP8: tl.constexpr, WIDE: t
     y = widened_tile(words, FP8, WIDE, ASM).to(tl.float32) * factor[:, None]
     where = out + rows.to(tl.int64)[:, None] * K + cols[None, :]
     tl.store(where, y.to(out.dtype.element_ty), mask=(rows < N)[:, None] & (cols < K)[None, :])
+
+
+def widened(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype, columns: int, fp8: bool) -> Tensor:
+    """The weight [N, columns] as `dtype`, codes times scale, rounded once."""
+    n = weight.shape[1]
+    out = torch.empty(n, columns, dtype=dtype, device=weight.device)
+    grid = (triton.cdiv(columns, 128), triton.cdiv(n, 32))
+    widen_rows[grid](
+        weight,
+        weight_scale,
+        out,
+        n,
+        columns,
+        BN=32,
+        FP8=fp8,
+        WIDE=WIDE.get(dtype, tl.float32),
+        ASM=weight.is_cuda,
+        num_warps=4,
+    )
+    return out

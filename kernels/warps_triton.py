@@ -13,10 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-# Triton 3.9 has new names for the copies between memory and shared memory, and for the barrier of a group.
+# Triton 3.9 has new names for copies between memory and shared memory, a group's barrier, and another view.
 copy_in = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 copy_out = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 group_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_buffer = gl.shared_memory_descriptor
+seen_as = getattr(_buffer, "reinterpret", None) or _buffer._reinterpret
+
+FLAT = gl.NVMMASharedLayout(0, 32, rank=2)  # nothing swizzled
 
 
 @gluon.jit
@@ -55,3 +59,13 @@ def descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 def _layout(block: list[int], bits: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(min(128, block[1] * bits // 8), bits, rank=2)
+
+
+def flat_descriptor_type(element: str, block: list[int]) -> str:
+    """How a signature spells the type of a `flat_descriptor` of "i32"."""
+    return f"tensordesc<{element}{block},{FLAT!r}>"
+
+
+def flat_descriptor(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+    """Of a matrix of int32, for blocks that lie in shared memory row after row; for threads to read."""
+    return TensorDescriptor.from_tensor(tensor, block, FLAT)

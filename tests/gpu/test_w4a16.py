@@ -115,6 +115,25 @@ def test_by_warps(bm: int, stages: int, dtype: torch.dtype) -> None:
             assert all(torch.equal(outs[0], out) for out in outs[1:]), (m, slots, pieces)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("bm", "stages", "mode"), [(8, 4, 1), (16, 3, 1), (32, 4, 1), (64, 2, 0), (16, 2, 0)]
+)
+def test_by_quarters(bm: int, stages: int, mode: int, dtype: torch.dtype) -> None:
+    """Rows, tokens and inputs that fill no tile and no four steps; fewer inputs than that; the same bits."""
+    for n, k in ((656, 4992), (4096, 4096), (136, 128)):
+        weight = make_weight(n, k, 128, dtype)
+        packed = w4a16.pack_fragments(*weight)
+        config = {"QUARTERS": 1, "BM": bm, "STAGES": stages, "MODE": mode, "EARLY": 1}
+        for m in (1, bm - 3, 2 * bm + 1):
+            x = randn(m, k, dtype)
+            outs = [torch.full((m, n), math.nan, dtype=dtype, device="cuda") for _ in range(4)]
+            for out in outs:
+                w4a16_triton.launch(config, 128, x, **packed, out=out)
+            assert error_ratio(outs[0], exact(x, weight)) < BOUND[dtype], (n, k, m)
+            assert all(torch.equal(outs[0], out) for out in outs[1:]), (n, k, m)
+
+
 def test_all_codes_and_zeros_are_exact() -> None:
     """Codes in every place of a word, against every zero; an input of one shows each alone."""
     for dtype in (torch.bfloat16, torch.float16):

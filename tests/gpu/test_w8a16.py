@@ -95,6 +95,26 @@ def test_other_kernels(kind, dtype, tile):
 
 
 @kinds
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bm", "stages"), [(8, 3), (16, 4), (32, 3), (64, 1)])
+def test_by_quarters(kind, dtype, bm, stages):
+    """Rows, tokens and inputs that fill no tile and no four steps; fewer inputs than that; the same bits."""
+    for n, k in ((272, 1928), (4096, 4096), (136, 128)):
+        weight, scale = codes_of(kind, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3
+        fragments = to_fragments(weight)
+        entry = {"QUARTERS": 1, "BM": bm, "STAGES": stages, "EARLY": 1}
+        for m in (1, bm - 1, 2 * bm + 1):
+            x = torch.randn(m, k, device="cuda").to(dtype)
+            product = (x.double() @ weight.double().T) * scale.double()
+            for bias in (None, torch.randn(n, device="cuda").to(dtype)):
+                given = (entry, x, fragments, scale, bias, kind == "fp8")
+                y = w8a16_triton.run(*given)
+                exact = product if bias is None else product + bias.double()
+                assert error_ratio(y, exact) < DTYPES[dtype], (n, k, m)
+                assert all(torch.equal(y, w8a16_triton.run(*given)) for _ in range(3)), (n, k, m)
+
+
+@kinds
 @pytest.mark.parametrize("m", [100, 128, 250, 900])
 def test_right_every_time(kind, m):
     """The operand in registers must not change under the tensor cores' hands, however long they take."""

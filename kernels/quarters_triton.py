@@ -1,0 +1,53 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""What the products share in which four groups of warps have a quarter of the inputs each (Gluon).
+
+4096 rows of weight are 64 tiles of 64 rows, and an H200 has 132 multiprocessors. Cut along the inputs into
+programs, sums must go through memory, and a second kernel adds them, which takes as long as the product where
+that is short. Here all inputs of a tile stay in one program: of four neighbouring steps each group of four
+warps multiplies one, and in the end three groups leave their sums in shared memory for the first. Fewer
+multiprocessors have work, but a few are enough to keep the memory busy.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from qinfer.kernels.w4a16_warps_triton import store_tile
+from qinfer.kernels.warps_triton import copy_in, group_barrier
+
+GROUPS = gl.constexpr(4)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """Of each buffer, whether it is ready and whether it is empty; and whether all sums are there."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    mbarrier.init(done.index(0), count=GROUPS - 1)
+    fence_async_shared()
+    return ready, empty, done
+
+
+@gluon.jit
+def copy_tokens(x, xs, ready, token, step, stage):
+    """The tokens of four steps of 128 inputs; what lies beyond the last input is zero."""
+    for i in gl.static_range(GROUPS):
+        copy_in(x, [token, (step * GROUPS + i) * 128], ready.index(stage), xs.index(stage * GROUPS + i))
+
+
+@gluon.jit
+def meet(PART: gl.constexpr, acc, sums, done, out, token, row, M, N):
+    """The sum of the groups' acc [64, tokens], in their order, to out [token :, row :], [M, N]."""
+    if PART > 0:
+        sums.index(PART - 1).store(acc)
+        group_barrier()  # all four warps have left theirs
+        mbarrier.arrive(done.index(0))
+    else:
+        mbarrier.wait(done.index(0), 0)
+        for i in gl.static_range(GROUPS - 1):
+            acc += sums.index(i).load(acc.type.layout)
+        store_tile(acc.to(out.dtype.element_ty), out, token, row, M, N)

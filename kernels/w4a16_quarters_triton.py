@@ -1,0 +1,170 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The product with 4-bit weights for up to 128 tokens and weights of few rows (see quarters_triton.py).
+
+Codes, scales and tokens come by the copy engine, into a ring of buffers that hold four steps of 128 inputs.
+MODE is w4a16_product_triton.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.quarters_triton import GROUPS, barriers, copy_tokens, meet
+from qinfer.kernels.tiles import Tile
+from qinfer.kernels.w4a16_warps_triton import floats, pairs
+from qinfer.kernels.warps_triton import (
+    copy_in,
+    descriptor,
+    descriptor_type,
+    flat_descriptor,
+    flat_descriptor_type,
+    group_barrier,
+    seen_as,
+    tell_next,
+    wait_for_previous,
+)
+
+
+@gluon.jit
+def _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, step, stage, NUM_BYTES: gl.constexpr):
+    mbarrier.expect(ready.index(stage), NUM_BYTES)
+    copy_in(words, [(row // 64 * tiles + step * GROUPS) * 4, 0], ready.index(stage), ws.index(stage))
+    copy_in(scale_zero, [step * GROUPS, row], ready.index(stage), ss.index(stage))
+
+
+@gluon.jit
+def _copy(x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM: gl.constexpr,
+          STAGES: gl.constexpr):  # fmt: skip
+    """The copying warp; it begins with the weight while the kernel in front still works on x."""
+    NUM_BYTES: gl.constexpr = (64 * 64 + 64 * 4 + BM * 256) * GROUPS
+    steps = gl.cdiv(tiles, GROUPS)
+    soon = gl.minimum(steps, STAGES)
+    for i in range(soon):
+        _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, i, i, NUM_BYTES)
+    wait_for_previous(True)
+    for i in range(soon):
+        copy_tokens(x, xs, ready, token, i, i)
+    for i in range(soon, steps):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, i, stage, NUM_BYTES)
+        copy_tokens(x, xs, ready, token, i, stage)
+
+
+@gluon.jit
+def _scale_of(both, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The scales of `scale_zero`'s words [64], float32 [64, 1] beside a sum of that layout."""
+    if SCALE == gl.bfloat16:  # noqa: SIM300
+        scale = (both << 16).to(gl.float32, bitcast=True)
+    else:
+        scale = both.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    return gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _multiply(PART: gl.constexpr, xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
+              BM: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """A multiplying group: of every four steps the one with its number."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
+    )
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tell_next(EARLY == 1)
+    acc = gl.zeros((64, BM), gl.float32, LAYOUT)
+    for step in range(gl.cdiv(tiles, GROUPS)):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        both = seen_as(ss.index(stage), gl.int32, [GROUPS * 64], LINE).slice(PART * 64, 64)
+        both = both.load(gl.SliceLayout(1, WORDS))
+        w = seen_as(ws.index(stage).slice(PART * 4, 4), gl.int32, [64, 16], LINES).load(WORDS)
+        zero, scale = pairs(both, WORDS)
+        tokens = xs.index(stage * GROUPS + PART)
+        a = floats(w, zero, scale, MODE == 0, tokens.dtype, LAYOUT)
+        if MODE == 0:
+            acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
+            acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
+        else:
+            y = gl.zeros((64, BM), gl.float32, LAYOUT)
+            y = warpgroup_mma(a, tokens.permute((1, 0)), y, use_acc=False, is_async=True)
+            y, a = warpgroup_mma_wait(num_outstanding=0, deps=(y, a))
+            acc += y * _scale_of(both, tokens.dtype, LAYOUT)
+        group_barrier()  # all four warps have read their words
+        mbarrier.arrive(empty.index(stage))
+    tell_next(EARLY == 2)
+    meet(PART, acc, sums, done, out, token, row, M, N)
+
+
+@gluon.jit(do_not_specialize=["M", "tiles", "blocks"])
+def by_quarters(x, words, scale_zero, out, M, N, tiles, blocks, BM: gl.constexpr, STAGES: gl.constexpr,
+                MODE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """One program: 64 rows of weight by BM tokens; groups of 128 inputs.
+
+    x [M, K] in blocks of [BM, 128]; words in flat blocks of [16, 256], scale_zero [K / 128, N] of [4, 64].
+    """
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, BM, 128], x.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES, 4 * GROUPS, 256], words.layout)
+    ss = gl.allocate_shared_memory(gl.int32, [STAGES, GROUPS, 64], scale_zero.layout)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS - 1, 64, BM], LINES)
+    ready, empty, done = barriers(STAGES)
+    row = gl.program_id(0) // blocks * 64
+    token = gl.program_id(0) % blocks * BM
+    gl.warp_specialize(
+        [
+            (_multiply, (gl.constexpr(0), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
+                         BM, STAGES, MODE, EARLY)),
+            (_multiply, (gl.constexpr(1), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
+                         BM, STAGES, MODE, EARLY)),
+            (_multiply, (gl.constexpr(2), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
+                         BM, STAGES, MODE, EARLY)),
+            (_multiply, (gl.constexpr(3), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
+                         BM, STAGES, MODE, EARLY)),
+            (_copy, (x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM, STAGES)),
+        ],
+        [4, 4, 4, 1],
+        [112, 112, 112, 24],
+    )  # fmt: skip
+
+
+def launch_by_quarters(config: Tile, x: Tensor, words: Tensor, scale_zero: Tensor, out: Tensor) -> None:
+    """Writes the product into out [T, N], by a row of the table that has QUARTERS."""
+    (m, n), bm = out.shape, config["BM"]
+    blocks = triton.cdiv(m, bm)
+    by_quarters[(triton.cdiv(n, 64) * blocks,)](
+        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), [4 * GROUPS.value, 256]),
+        flat_descriptor(scale_zero, [GROUPS.value, 64]), out, m, n, words.shape[1], blocks,
+        **_constants(config), num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def variant_by_quarters(config: Tile, element: str) -> Variant:
+    """As it compiles for activations of "bf16" or "fp16"."""
+    signature = {
+        "x": descriptor_type(element, [config["BM"], 128]),
+        "words": flat_descriptor_type("i32", [4 * GROUPS.value, 256]),
+        "scale_zero": flat_descriptor_type("i32", [GROUPS.value, 64]),
+        "out": f"*{element}",
+        **dict.fromkeys(("M", "N", "tiles", "blocks"), "i32"),
+    }
+    options = {"num_warps": 4, "launch_pdl": True}
+    label = " ".join([element, *(f"{key}={value}" for key, value in config.items())])
+    return Variant(
+        f"w4a16 {label}", by_quarters, signature, _constants(config), options, ("N",), wants_tensor_cores=True
+    )
+
+
+def _constants(config: Tile) -> dict[str, Any]:
+    return {name: config[name] for name in ("BM", "STAGES", "MODE", "EARLY")}

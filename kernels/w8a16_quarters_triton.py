@@ -1,0 +1,156 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""The product with 8-bit weights for up to 64 tokens and weights of few rows (see quarters_triton.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.quarters_triton import GROUPS, barriers, copy_tokens, meet
+from qinfer.kernels.tiles import Tile
+from qinfer.kernels.w8a16_warps_triton import floats
+from qinfer.kernels.warps_triton import (
+    copy_in,
+    descriptor,
+    descriptor_type,
+    flat_descriptor,
+    flat_descriptor_type,
+    group_barrier,
+    seen_as,
+    tell_next,
+    wait_for_previous,
+)
+
+
+@gluon.jit
+def _copy_weight(words, ws, ready, row, N, step, stage, NUM_BYTES: gl.constexpr):
+    mbarrier.expect(ready.index(stage), NUM_BYTES)
+    for i in gl.static_range(GROUPS):
+        at = ((step * GROUPS + i) * N + row) // 8
+        copy_in(words, [at, 0], ready.index(stage), ws.index(stage * GROUPS + i))
+
+
+@gluon.jit
+def _copy(x, words, xs, ws, ready, empty, row, token, panels, N, BM: gl.constexpr, STAGES: gl.constexpr):
+    """The copying warp; it begins with the weight while the kernel in front still works on x."""
+    NUM_BYTES: gl.constexpr = (64 * 128 + BM * 256) * GROUPS
+    steps = gl.cdiv(panels, GROUPS)
+    soon = gl.minimum(steps, STAGES)
+    for i in range(soon):
+        _copy_weight(words, ws, ready, row, N, i, i, NUM_BYTES)
+    wait_for_previous(True)
+    for i in range(soon):
+        copy_tokens(x, xs, ready, token, i, i)
+    for i in range(soon, steps):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        _copy_weight(words, ws, ready, row, N, i, stage, NUM_BYTES)
+        copy_tokens(x, xs, ready, token, i, stage)
+
+
+@gluon.jit
+def _multiply(PART: gl.constexpr, xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row, token,
+              panels, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr,
+              EARLY: gl.constexpr):  # fmt: skip
+    """A multiplying group: of every four steps the one with its number."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    WORDS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 32],
+    )  # fmt: skip
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    FACTOR: gl.constexpr = 256.0 if FP8 and xs.dtype == gl.float16 else 1.0
+    tell_next(EARLY == 1)
+    line = row + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    factor = gl.load(scale + line, mask=line < N, other=0.0).to(gl.float32) * FACTOR
+    acc = gl.zeros((64, BM), gl.float32, LAYOUT)
+    for step in range(gl.cdiv(panels, GROUPS)):
+        stage = step % STAGES
+        mbarrier.wait(ready.index(stage), step // STAGES & 1)
+        if step * GROUPS + PART < panels:  # there is no weight beyond
+            w = seen_as(ws.index(stage * GROUPS + PART), gl.int32, [64, 32], LINES).load(WORDS)
+            tokens = xs.index(stage * GROUPS + PART)
+            a = floats(w, FP8, tokens.dtype, LAYOUT)
+            acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
+            acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
+        group_barrier()  # all four warps have read their words
+        mbarrier.arrive(empty.index(stage))
+    tell_next(EARLY == 2)
+    acc = acc * factor[:, None]
+    if BIAS and PART == 0:
+        acc += gl.load(bias + line, mask=line < N, other=0.0).to(gl.float32)[:, None]
+    meet(PART, acc, sums, done, out, token, row, M, N)
+
+
+@gluon.jit(do_not_specialize=["M", "panels", "blocks"])
+def by_quarters(x, words, scale, bias, out, M, N, panels, blocks, BM: gl.constexpr, STAGES: gl.constexpr,
+                BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """One program: 64 rows of weight by BM tokens.
+
+    x [M, K] in blocks of [BM, 128], the words [panels, N, 32] in flat blocks of [8, 256]: descriptors.
+    """
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES * GROUPS, BM, 128], x.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, 8, 256], words.layout)
+    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS - 1, 64, BM], LINES)
+    ready, empty, done = barriers(STAGES)
+    row = gl.program_id(0) // blocks * 64
+    token = gl.program_id(0) % blocks * BM
+    gl.warp_specialize(
+        [
+            (_multiply, (gl.constexpr(0), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
+                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
+            (_multiply, (gl.constexpr(1), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
+                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
+            (_multiply, (gl.constexpr(2), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
+                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
+            (_multiply, (gl.constexpr(3), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
+                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
+            (_copy, (x, words, xs, ws, ready, empty, row, token, panels, N, BM, STAGES)),
+        ],
+        [4, 4, 4, 1],
+        [112, 112, 112, 24],
+    )  # fmt: skip
+
+
+def launch_by_quarters(
+    entry: Tile, x: Tensor, words: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor, fp8: bool
+) -> None:
+    """Writes the product into out [M, N], by a row of the table that has QUARTERS."""
+    (m, n), bm = out.shape, entry["BM"]
+    blocks = triton.cdiv(m, bm)
+    by_quarters[(triton.cdiv(n, 64) * blocks,)](
+        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), [8, 256]), scale,
+        scale if bias is None else bias, out, m, n, words.shape[0], blocks,
+        **_constants(entry, bias is not None, fp8), num_warps=4, launch_pdl=True,
+    )  # fmt: skip
+
+
+def variant_by_quarters(op: str, entry: Tile, element: str) -> Variant:
+    """As it compiles for activations of "bf16" or "fp16"."""
+    signature = {
+        "x": descriptor_type(element, [entry["BM"], 128]),
+        "words": flat_descriptor_type("i32", [8, 256]),
+        "scale": "*fp32",
+        "bias": "*fp32",
+        "out": f"*{element}",
+        **dict.fromkeys(("M", "N", "panels", "blocks"), "i32"),
+    }
+    constants, options = _constants(entry, False, op == "w8a16_fp8"), {"num_warps": 4, "launch_pdl": True}
+    label = " ".join([op, element, *(f"{key}={value}" for key, value in entry.items())])
+    return Variant(label, by_quarters, signature, constants, options, ("N",), wants_tensor_cores=True)
+
+
+def _constants(entry: Tile, bias: bool, fp8: bool) -> dict[str, Any]:
+    named = {name: entry[name] for name in ("BM", "STAGES", "EARLY")}
+    return {**named, "BIAS": bias, "FP8": fp8}
