@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--on-disk", action="store_true", help="hidden states, though memory suffices")
     parser.add_argument("--out", type=Path, help="append the result to this JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +113,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     job = pipeline.QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
     pace, work = measured_pace(recipe.scheme, job.activations, device), job.work
+    if arguments.on_disk:
+        needs.spills, work = (lambda *_: True), replace(work, on_disk=True)
     gpu_before = _gpu_used(device)
     before, cpu, start = _peak(), time.process_time(), time.perf_counter()
     report = pipeline.run(job, progress=False)
@@ -123,6 +126,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "tokens": work.tokens,
         "device": device_name(device) if work.on_gpu else cpu_name(),
         "layers": arguments.layers,
+        "on_disk": work.on_disk,
         "torch": torch.__version__,
     }
     print(result)

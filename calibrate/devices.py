@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -57,3 +59,13 @@ def working_on(device: torch.device) -> Iterator[None]:
             yield
         finally:
             torch.cuda.empty_cache()
+
+
+def give_memory_back() -> None:
+    """Returns to the system what this process has freed, where its C library does not do so by itself.
+
+    glibc's keeps freed blocks below 32 MiB, holes among those in use: of a layer's inputs, group after group,
+    as much again as is in use. To ask for them takes no time that could be measured.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)

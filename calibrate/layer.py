@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qinfer.calibrate import health
 from qinfer.calibrate.block import Batch, biases_and_norms, dense_layer, observe
+from qinfer.calibrate.devices import give_memory_back
 from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.groups import HowToRound, RoundedGroup, round_group
 from qinfer.calibrate.kv_scales import WatchedAttention, head_maxima
@@ -96,6 +97,7 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
             if group == "gate_up.0":
                 rounding.notes |= _starved_notes(plan.index, layer, inputs)
             rounding.group(group, Inputs(inputs, sample=ERROR_TOKENS), layer)
+            give_memory_back()
         maxima = head_maxima(attends)
     else:
         for linear_group in layer_groups(plan.config):

@@ -1,5 +1,7 @@
 """Where streams wait changes no bit: in memory, in files, and on after a run was stopped."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -133,3 +135,30 @@ def test_devices(monkeypatch):
     assert chosen_device("cuda") == torch.device("cuda", 0)
     with pytest.raises(UserError, match="there is no cuda:2: torch sees 2 GPUs"):
         chosen_device("cuda:2")
+
+
+_HOLES = """
+import torch
+from qinfer.calibrate.devices import give_memory_back
+
+def resident():
+    return 4096 * int(open("/proc/self/statm").read().split()[1])
+
+def once():
+    blocks = [torch.ones(1 << 18) for _ in range(400)]  # 1 MiB each
+    kept, full = blocks[::8], resident()
+    del blocks
+    return kept, full
+
+torch.ones(7 << 20)  # once a block of that size is freed, glibc keeps smaller ones
+kept, full = once()
+give_memory_back()
+print((full - resident()) >> 20)
+"""
+
+
+def test_memory_that_was_freed_goes_back():
+    printed = subprocess.run(
+        [sys.executable, "-c", _HOLES], capture_output=True, text=True, check=True
+    ).stdout
+    assert int(printed) > 300
