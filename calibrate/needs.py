@@ -8,6 +8,9 @@ the number of layers. Three moments may be the worst:
     writing  the layer's file tensors: as made, as gathered, and as the bytes that go to the disk
     ends     the embedding on its way in, or from the source to the copy
 
+Pages of the source's files, which are mapped, are counted as the process's by the system and not here: it
+takes them back when it needs them.
+
 With a GPU the layer and one batch are there, the streams in host memory; where memory does not suffice for
 the streams they are on the disk, and one batch's are in memory. On disk the copy grows shard by shard; beside
 it lie the shard that is being joined and the streams before and after a layer, from which a run that was
