@@ -107,20 +107,20 @@ class Scheduler:
 
     def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
         running, size = self.running, self.pages.page_size
+        capacity = self.pages.num_pages * size
         i = 0
         while i < len(running):
             seq = running[i]
-            length = len(seq.token_ids) + seq.num_pending
-            if length - seq.num_computed > 1 or (seq.num_pending and self._waits(seq, length)):
+            pending = seq.num_pending
+            length = len(seq.token_ids) + pending
+            # what is under way is its last: by count, or because no pool holds another token
+            waits = pending and (length >= seq.max_length or length > capacity)
+            if waits or length - seq.num_computed > 1:
                 i += 1
             elif length <= len(seq.pages) * size or self._grow(seq):
                 budget -= self._schedule_chunk(seq, 1, chunks)
                 i += 1
         return budget
-
-    def _waits(self, seq: Sequence, length: int) -> bool:
-        """Whether the tokens under way are its last: by count, or because no pool holds another."""
-        return length >= seq.max_length or length > self.pages.num_pages * self.pages.page_size
 
     def _grow(self, seq: Sequence) -> bool:
         """Gets the page for the sequence's last token where it needs one; False: it runs no longer."""
