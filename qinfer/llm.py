@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from qinfer import llm_tasks
+from qinfer.chat_messages import Message
 from qinfer.config import ModelConfig
 from qinfer.dtypes import DTYPES
 from qinfer.engine.admission import check_text
@@ -31,7 +32,7 @@ from qinfer.loading import Loader, schemes_of
 from qinfer.model.head import check_lm_head_dtype
 from qinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from qinfer.progress import Progress
-from qinfer.prompts import Message, Prompt, conversation_list, params_list, prompt_list, text_and_ids
+from qinfer.prompts import Prompt, conversation_list, params_list, prompt_list, text_and_ids
 from qinfer.sampling_params import SamplingParams
 from qinfer.source import Weights, check_dtype, check_quantization, open_model
 from qinfer.tokenizer import Tokenizer

@@ -16,6 +16,7 @@ import torch
 
 from qinfer import hub
 from qinfer.backend import model_device
+from qinfer.chat_messages import read_template
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint
 from qinfer.checkpoint.names import layer_modules, layer_prefix
@@ -30,7 +31,7 @@ from qinfer.evals.clearance import Clearance, Kind
 from qinfer.evals.coverage import Use
 from qinfer.model.decoder import load_decoder
 from qinfer.quant import Dense, Scheme
-from qinfer.tokenizer import Tokenizer, has_tokenizer, read_template
+from qinfer.tokenizer import Tokenizer, has_tokenizer
 
 
 class Loaded(NamedTuple):

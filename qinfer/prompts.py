@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from qinfer.chat_messages import Message
 from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]  # {"prompt": ...} or {"prompt_token_ids": ...}
-Message: TypeAlias = Mapping[str, Any]
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

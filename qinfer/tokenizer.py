@@ -23,22 +23,11 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from qinfer.chat_messages import Message, check_variables, plain_messages, read_template
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.spelling import ByteLevelSpelling, SentencePieceSpelling, Spelling
 from qinfer.checkpoint.token_reach import token_reach
-from qinfer.detokenizer import Detokenizer
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
-
-__all__ = ["Detokenizer", "Tokenizer"]
-
-Message = Mapping[str, Any]
-# arguments of transformers' method that are not variables of a template
-_NOT_TEMPLATE_VARIABLES = frozenset(
-    {
-        *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "messages"),
-    }
-)
 
 
 class Tokenizer:
@@ -164,15 +153,12 @@ class Tokenizer:
                 "so no new one begins",
                 "continue_final_message",
             )
-        if reserved := sorted(_NOT_TEMPLATE_VARIABLES & variables.keys()):
-            raise UserError(f"{reserved[0]!r} is not a variable of a chat template", "chat_template_kwargs")
+        check_variables(variables)
         if chat_template is None and not self.has_chat_template:
             raise UserError(
                 "this model has no chat template: give one (chat_template) or send a plain prompt", "messages"
             )
-        plain = [_plain_message(i, message) for i, message in enumerate(messages)]
-        if not plain:
-            raise UserError("messages is empty: at least one message is needed", "messages")
+        plain = plain_messages(messages)
         try:
             text: str = self.hf.apply_chat_template(
                 plain,
@@ -227,18 +213,6 @@ def _load_hf(path: Path) -> Any:
     return hf
 
 
-def read_template(chat_template: str) -> str:
-    """The text of a template that is given inline or as a file; UserError where it is neither."""
-    if any(mark in chat_template for mark in ("{{", "{%", "{#", "\n")):
-        return chat_template
-    path = Path(chat_template).expanduser()
-    if not path.is_file():
-        raise UserError(
-            f"chat_template {chat_template!r} is neither a file nor a Jinja template", "chat_template"
-        )
-    return path.read_text(encoding="utf-8")
-
-
 def _eos_ids(file: Path) -> list[int]:
     """What a file says ends a text; CheckpointError where that is no token id."""
     raw = read_json(file)
@@ -268,31 +242,3 @@ def _spelling(backend: Any) -> Spelling:
         f"the tokenizer's decoder {kinds} is not supported; byte-level BPE ('ByteLevel') and SentencePiece "
         "('Replace', 'ByteFallback', 'Fuse', 'Strip') are"
     )
-
-
-def _plain_message(i: int, message: Message) -> dict[str, Any]:
-    """A message with its content as one string; UserError where that cannot be."""
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserError(f"messages[{i}] must be an object with a 'role' that is a string", "messages")
-    content = message.get("content")
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        content = "\n".join(_text_part(i, part) for part in content)
-    if content is None and message["role"] == "assistant":
-        content = ""  # it called tools and said nothing; templates join strings
-    if content is None:
-        raise UserError(f"messages[{i}] has no content: only an assistant's may be None", "messages")
-    if not isinstance(content, str):
-        raise UserError(
-            f"messages[{i}].content must be a string or a list of text parts, not {type(content).__name__}",
-            "messages",
-        )
-    return {**message, "content": content}
-
-
-def _text_part(i: int, part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    raise UserError(f"messages[{i}] has a part of type {kind!r}: only text is supported", "messages")

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qinfer.tokenizer import Detokenizer, Tokenizer
+from qinfer.detokenizer import Detokenizer
+from qinfer.tokenizer import Tokenizer
 
 IM_START, IM_END = 257, 258
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 
+from qinfer.detokenizer import Detokenizer
 from qinfer.engine.options import StepCounts
 from qinfer.engine.plan import StepPlan
 from qinfer.engine.request import Sequence
 from qinfer.engine.sampler import Sampled
-from qinfer.tokenizer import Detokenizer, Tokenizer
+from qinfer.tokenizer import Tokenizer
 
 
 class Books:

@@ -20,6 +20,7 @@ import torch
 import uvicorn
 
 from qinfer.async_llm import AsyncLLM
+from qinfer.detokenizer import Detokenizer
 from qinfer.engine.bad_words import BadWords
 from qinfer.engine.memory import Ledger
 from qinfer.engine.options import EngineStats, StepCounts, StepLimits
@@ -35,7 +36,7 @@ from qinfer.server.door import Door
 from qinfer.server.options import ServerOptions
 from qinfer.server.protocol_errors import JsonH11
 from qinfer.testing import tiny_model
-from qinfer.tokenizer import Detokenizer, Tokenizer
+from qinfer.tokenizer import Tokenizer
 
 MODEL = "tiny"
 CONTEXT = 256
