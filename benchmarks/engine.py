@@ -84,8 +84,8 @@ def ready(setting: Setting, *, together: bool) -> Bench:
     keywords: dict[str, Any] = {"load_format": "dummy", "scheme": setting.scheme, **LIMITS}
     keywords |= {"kv_cache_dtype": setting.kv_cache_dtype, "max_num_seqs": setting.max_num_seqs}
     keywords["lm_head_dtype"] = setting.lm_head_dtype
-    if setting.memory:
-        keywords["memory"] = setting.memory
+    if setting.memory:  # where a step's tokens are what suits the budget
+        keywords |= {"memory": setting.memory, "max_num_batched_tokens": None}
     elif together:
         keywords["num_kv_blocks"] = setting.max_num_seqs * (512 + 256) // 64 + 8
     return load(str(MODEL), keywords)

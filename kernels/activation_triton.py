@@ -45,13 +45,13 @@ GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
 
 def piece_formula(num_rows: int, _: int, __: int) -> Tile:
     """Pieces of a row without codes."""
-    return {"ROWS": 1, "LANES": 1024, "num_warps": 4, "EARLY": 1}
+    return {"ROWS": 1, "LANES": 1024, "num_warps": 4, "EARLY": 2}
 
 
 def code_formula(num_rows: int, lanes: int) -> Tile:
     """Whole rows with codes."""
     warps = max(4, min(32, lanes // 512)) if lanes <= 16384 else 16
-    return {"ROWS": 1, "num_warps": warps, "EARLY": int(num_rows <= 512 or lanes <= 16384)}
+    return {"ROWS": 1, "num_warps": warps, "EARLY": 2 * int(num_rows <= 512 or lanes <= 16384)}
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

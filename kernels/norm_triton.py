@@ -143,7 +143,7 @@ def _entry(gpu: str, num_rows: int, length: int, parts: int) -> dict[str, Any]:
 
 def block_formula(num_rows: int, lanes: int) -> Tile:
     """Rows in two blocks, of lanes / 2 numbers and less."""
-    return {"ROWS": max(1, MOST_LANES // lanes), "num_warps": 2, "EARLY": 1}
+    return {"ROWS": max(1, MOST_LANES // lanes), "num_warps": 2, "EARLY": 2}
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -148,7 +148,7 @@ def offline_variants() -> Iterator[Variant]:
             shape = Shape(group, dim, page_size, kind, torch.bfloat16, windowed, capped)
             itemsize = 2 if kind == PLAIN.value else 1
             op, words = table_name("decode", kind), element if kind == PLAIN.value else "*i16"
-            entries = [tile(op, "nvidia-h200", decode_formula, m, dim, itemsize) for m in (64, 1024, 4096)]
+            entries = [tile(op, "nvidia-h200", decode_formula, m, dim, itemsize) for m in (8, 64, 1024, 4096)]
             for i, entry in enumerate(entries):
                 if entry not in entries[:i]:
                     yield _variant(decode_kernel, decode_constants(entry, shape), shape, words)

@@ -35,7 +35,7 @@ MAX_HEADS = 8  # of a program
 def formula(num_tokens: int, _: int, __: int) -> Mapping[str, int]:
     """Rows per program, few while the tokens hardly fill the GPU."""
     few = num_tokens <= 256
-    return {"ROWS": 4 if few else 16, "num_warps": 1 if few else 4, "EARLY": 1}
+    return {"ROWS": 4 if few else 16, "num_warps": 1 if few else 4, "EARLY": 2}
 
 
 def qkv_post(
