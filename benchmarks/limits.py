@@ -1,12 +1,16 @@
-"""The rows that thresholds.py wrote, and the gate's limits beside what they must separate.
+"""The rows that thresholds.py and recovery.py wrote, and the gate's limits beside what they must separate.
 
-    python benchmarks/limits.py benchmarks/results/thresholds-cpu.json
+    python benchmarks/limits.py benchmarks/results/thresholds-cpu.json benchmarks/results/recovery-cpu.json
 
 For each class of scheme and each measure: the worst upper bound of what must pass, over all models and
 texts, the best lower bound of what must fail, their geometric mean, and the limit in evals/thresholds.py. A
 class's must-fails are must-passes of the next coarser one: a limit that lets those through says nothing.
 Losses throughout: disagreement is 1 - agreement, excess the perplexity's ratio - 1. Those on another than the
 built-in text are divided by what widens its limits.
+
+Of tasks: what each checkpoint keeps of its source's accuracy above chance; the standard error of that; what a
+checkpoint as good as its source must be allowed to lose if so many questions are to find it good enough four
+times in five; and the limit of its class.
 """
 
 from __future__ import annotations
@@ -14,11 +18,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
-from qinfer.evals.thresholds import LIMITS, OTHER_TEXT, Limits, SchemeClass
+from qinfer.evals.gate import POWER
+from qinfer.evals.statistics import CONFIDENCE
+from qinfer.evals.thresholds import LIMITS, OTHER_TEXT, Limits, SchemeClass, scheme_class
 
 
 class Roles(NamedTuple):
@@ -42,7 +49,27 @@ _MEASURES = {
 
 
 def main() -> None:
-    rows = json.loads(Path(sys.argv[1]).read_text())["rows"]
+    _print_text(json.loads(Path(sys.argv[1]).read_text())["rows"])
+    _print_tasks(json.loads(Path(sys.argv[2]).read_text())["rows"])
+
+
+def _print_tasks(rows: Sequence[Mapping[str, Any]]) -> None:
+    print("\n| model | checkpoint | questions | flips | recovery | standard error | decidable | limit |")
+    print("|---|---|---|---|---|---|---|---|")
+    to_bound, to_power = (NormalDist().inv_cdf(p) for p in ((1 + CONFIDENCE) / 2, POWER))
+    for row in rows:
+        value, low, high = row["recovery"]
+        error = (high - low) / 2 / to_bound
+        kind = scheme_class([label.split(" ")[0] for label in row["schemes"]])
+        cells = (
+            *(row["model"], row["checkpoint"], str(row["questions"]), f"{100 * row['flips']:.1f} %"),
+            *(f"{value:.3f} [{low:.3f}, {high:.3f}]", f"{error:.3f}"),
+            *(f"{1 - (to_bound + to_power) * error:.3f}", f"{1 - LIMITS[kind][0].accuracy_lost:.3f}"),
+        )
+        print(f"| {' | '.join(cells)} |")
+
+
+def _print_text(rows: Sequence[Mapping[str, Any]]) -> None:
     print("| model | text | checkpoint | " + " | ".join(_MEASURES.values()) + " |")
     print("|---|---|---|" + "---|" * len(_MEASURES))
     for row in rows:

@@ -49,16 +49,17 @@ PROFILES: Mapping[str, Profile] = {
 
 # ---- The table of limits, per class of scheme, for profile "standard": (up to 1B, from 7B parameters) -----
 # Small end: between what must pass and what must fail on SmolLM2-135M-Instruct and Gemma 3 270M and on two
-# texts; docs/thresholds.md has the measurements and the rule. Large end: llama.cpp's published KL tables of
-# 7-8B models (q8_0 0.0014, q4_K_M 0.031 with 8 % disagreement), not measured here. Between 1B and 7B each
-# limit is interpolated in the logarithms. "w16" (dense against dense: another dtype, another KV cache) is
-# judged like 8-bit weights. Re-derive here, and only here.
+# texts; of tasks on SmolLM2 alone, where they tell; docs/thresholds.md has the measurements and the rule.
+# Large end, not measured here: llama.cpp's published KL tables of 7-8B models (q8_0 0.0014, q4_K_M 0.031 with
+# 8 % disagreement); of tasks what 1,500 questions can decide there. Between 1B and 7B each limit is
+# interpolated in the logarithms. "w16" (dense against dense: another dtype, another KV cache) is judged like
+# 8-bit weights. Re-derive here, and only here.
 LIMITS: Mapping[SchemeClass, tuple[Limits, Limits]] = {
     #         mean KL, p99 KL, disagreement, perplexity excess, accuracy lost
-    "w16": (Limits(0.006, 0.03, 0.045, 0.005, 0.010), Limits(0.003, 0.03, 0.025, 0.003, 0.005)),
-    "w8a16": (Limits(0.007, 0.035, 0.050, 0.008, 0.010), Limits(0.003, 0.03, 0.025, 0.003, 0.005)),
-    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045, 0.025), Limits(0.020, 0.20, 0.050, 0.010, 0.010)),
-    "w4a16": (Limits(0.160, 1.10, 0.215, 0.180, 0.100), Limits(0.050, 0.50, 0.090, 0.035, 0.025)),
+    "w16": (Limits(0.006, 0.03, 0.045, 0.005, 0.050), Limits(0.003, 0.03, 0.025, 0.003, 0.015)),
+    "w8a16": (Limits(0.007, 0.035, 0.050, 0.008, 0.050), Limits(0.003, 0.03, 0.025, 0.003, 0.015)),
+    "w8a8": (Limits(0.040, 0.30, 0.115, 0.045, 0.080), Limits(0.020, 0.20, 0.050, 0.010, 0.025)),
+    "w4a16": (Limits(0.160, 1.45, 0.215, 0.195, 0.220), Limits(0.050, 0.50, 0.090, 0.035, 0.050)),
 }
 OTHER_TEXT = 1.25  # times those limits for a text other than the built-in one: the same damage shows more
 SMALL, LARGE = 1e9, 7e9  # parameters

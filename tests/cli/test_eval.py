@@ -59,7 +59,7 @@ def test_tasks_are_judged_beside_the_text_and_the_command_says_how(qinfer, sourc
     assert code == 0, (text, err)
     recovery = measures(document)["recovery on tasks"]
     assert (recovery["verdict"], recovery["bound"]) == ("PASS", "at least")
-    assert recovery["limit"] == pytest.approx(0.97)  # three times what the class may lose
+    assert recovery["limit"] == pytest.approx(0.85)  # three times what the class may lose
     (task,) = document["evidence"]["tasks"]
     assert (task["task"], task["items"], task["chance"]) == ("builtin_easy", 192, 0.5)
     assert task["source"] > 0.9
