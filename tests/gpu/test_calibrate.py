@@ -44,41 +44,62 @@ def _bytes(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.glob("*.safetensors*"))}
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma2", "qwen2", "mixtral"])
 @pytest.mark.parametrize(
-    ("scheme", "method", "bound"),
+    ("family", "scheme", "rotate"),
     [
-        ("w4a16", "rtn", 0.0),
-        ("w4a16", "awq", 0.01),
-        ("w4a16", "gptq", 0.04),
-        ("w8a8-int8", "smoothquant", 0.005),
-        ("w8a8-fp8-static", "rtn", 0.0),
+        ("llama3", "w4a16", False),
+        ("gemma2", "w8a8-fp8-static", False),
+        ("gemma3", "w8a16-int8", True),
+        ("phi3", "w8a16-int8", True),
     ],
 )
-def test_weights_are_those_of_the_cpu(
-    family: str, scheme: str, method: str, bound: float, tmp_path: Path
+def test_weights_rounded_to_nearest_are_those_of_the_cpu(
+    family: str, scheme: str, rotate: bool, tmp_path: Path
 ) -> None:
-    """In float32 both decide alike, but where two sums tie; a GPTQ column that ties moves those after it."""
+    """But for a scale's last bit, as a GPU divides by a constant with its inverse, and for what then ties."""
     source = tiny_model(family, tmp_path / "source")
     for device in ("cpu", "cuda"):
-        job = _job(source, tmp_path / device, device, torch.float32, scheme=scheme, method=method)
-        pipeline.run(job, progress=False)
+        settings = {"scheme": scheme, "method": "rtn", "rotate": rotate}
+        pipeline.run(_job(source, tmp_path / device, device, torch.float32, **settings), progress=False)
     ours, theirs = _values(tmp_path / "cuda"), _values(tmp_path / "cpu")
-    assert all(error_ratio(ours[name], theirs[name]) <= bound for name in theirs)
+    assert all(error_ratio(ours[name], theirs[name]) < 1e-3 for name in theirs)
 
 
-@pytest.mark.parametrize("family", ["llama3", "gemma3", "phi3"])
-def test_rotated_weights_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "scheme", "method"),
+    [
+        ("qwen2", "w4a16", "awq"),
+        ("mixtral", "w4a16", "gptq"),
+        ("gemma2", "w4a16", "gptq"),
+        ("llama3", "w4a16", "awq+gptq"),
+        ("gemma2", "w8a8-int8", "smoothquant"),
+    ],
+)
+def test_searches_leave_the_errors_that_they_leave_on_the_cpu(
+    family: str, scheme: str, method: str, tmp_path: Path
+) -> None:
+    """Where candidates are alike a GPU may choose another one; what is left of the error is the same."""
     source = tiny_model(family, tmp_path / "source")
-    for device in ("cpu", "cuda"):
-        job = _job(source, tmp_path / device, device, torch.float32, scheme="w8a16-int8", rotate=True)
-        pipeline.run(job, progress=False)
-    ours, theirs = _values(tmp_path / "cuda"), _values(tmp_path / "cpu")
-    assert all(error_ratio(ours[name], theirs[name]) < 1e-3 for name in theirs)  # a code in thousands ties
+    theirs, ours = (
+        pipeline.run(
+            _job(source, tmp_path / device, device, torch.float32, scheme=scheme, method=method),
+            progress=False,
+        )
+        for device in ("cpu", "cuda")
+    )
+    for here, there in zip(theirs.layers, ours.layers, strict=True):
+        assert there.output_errors.keys() == here.output_errors.keys()
+        for group, error in here.output_errors.items():
+            assert there.output_errors[group] == pytest.approx(error, rel=0.1)
+        assert [s["mapping"] for s in there.scales] == [s["mapping"] for s in here.scales]
+        for mine, other in zip(there.scales, here.scales, strict=True):
+            assert mine["loss"] == pytest.approx(other["loss"], rel=0.1)
 
 
-@pytest.mark.parametrize("family", ["llama3", "mixtral"])
-@pytest.mark.parametrize(("scheme", "method"), [("awq", "awq"), ("w4a16", "gptq"), ("int8", "smoothquant")])
+@pytest.mark.parametrize(
+    ("family", "scheme", "method"),
+    [("llama3", "awq", "awq"), ("mixtral", "w4a16", "gptq"), ("qwen2", "int8", "smoothquant")],
+)
 def test_stopped_and_from_files_the_bits_are_the_same(
     family: str, scheme: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
