@@ -25,7 +25,7 @@ from typing import Any
 from qinfer.calibrate.block import Batch
 from qinfer.calibrate.report import LayerReport
 from qinfer.checkpoint.files import empty, read_json, write_json
-from qinfer.checkpoint.shards import Piece
+from qinfer.checkpoint.shard_writer import Piece
 from qinfer.errors import UserError
 
 FOLDER = ".journal"

@@ -26,7 +26,7 @@ from qinfer.calibrate.block import MAX_BATCH_TOKENS
 from qinfer.calibrate.mixing import unit_bits
 from qinfer.calibrate.recipe import Recipe
 from qinfer.checkpoint.names import global_tensors, layer_groups, layer_norms, linear_shape, num_weights
-from qinfer.checkpoint.shards import MAX_SHARD_BYTES
+from qinfer.checkpoint.shard_writer import MAX_SHARD_BYTES
 from qinfer.config import ModelConfig
 from qinfer.engine.footprint import ITEM_BYTES
 from qinfer.quant import W4A16

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qinfer.checkpoint.shards import write_faults
+from qinfer.checkpoint.shard_writer import write_faults
 
 _NAME = "stream"
 

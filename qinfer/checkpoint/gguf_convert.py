@@ -27,7 +27,7 @@ from qinfer.checkpoint import names
 from qinfer.checkpoint.files import write_json
 from qinfer.checkpoint.gguf_config import GGUFSource, make_config, make_generation_config
 from qinfer.checkpoint.gguf_tokenizer import make_tokenizer
-from qinfer.checkpoint.shards import ShardWriter
+from qinfer.checkpoint.shard_writer import ShardWriter
 from qinfer.config import ModelConfig
 from qinfer.dtypes import name_of
 from qinfer.errors import CheckpointError, UnsupportedModelError

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.files import companions, empty, write_json
-from qinfer.checkpoint.shards import MAX_SHARD_BYTES, Piece, ShardWriter
+from qinfer.checkpoint.shard_writer import MAX_SHARD_BYTES, Piece, ShardWriter
 from qinfer.errors import UserError
 
 fcntl: ModuleType | None

@@ -9,7 +9,7 @@ import torch
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.journal import FOLDER, finished_layers
-from qinfer.checkpoint import shards
+from qinfer.checkpoint import shard_writer
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.errors import CheckpointError, UserError
@@ -87,10 +87,10 @@ def test_stopped_at_every_layer_ends_with_the_same_bytes(source, tmp_path, monke
 @pytest.mark.parametrize(
     ("owner", "name", "max_shard_bytes"),
     [
-        (shards, "_save", 10**9),
-        (shards.Path, "rename", 10**9),
-        (shards.Path, "rename", 60_000),
-        (shards.Path, "unlink", 60_000),
+        (shard_writer, "_save", 10**9),
+        (shard_writer.Path, "rename", 10**9),
+        (shard_writer.Path, "rename", 60_000),
+        (shard_writer.Path, "unlink", 60_000),
     ],
 )
 def test_stopped_at_any_moment_of_writing(source, tmp_path, monkeypatch, owner, name, max_shard_bytes):
