@@ -171,13 +171,16 @@ def measured(
         url, process = ready()
         crowd = Crowd(pool, count, asked.clients, prompts)
         for _ in range(asked.rounds + 1):
-            found = (
-                rate(me, lambda: generated(llm, prompts)),
-                rate(process, lambda: crowd(url, stream=True)),
-                rate(process, lambda: crowd(url, stream=False)),
+            work = (
+                (me, lambda: generated(llm, prompts)),
+                (process, lambda: crowd(url, stream=True)),
+                (process, lambda: crowd(url, stream=False)),
             )
-            told = [f"{one.tokens_per_second:9.1f}/s {one.cpu_ms:6.3f} ms" for one in found]
-            print("  ".join(map(" ".join, zip(COLUMNS, told, strict=True))), flush=True)
+            found = []
+            for name, one in zip(COLUMNS, work, strict=True):
+                found.append(rate(*one))
+                told = f"{name} {found[-1].tokens_per_second:9.1f}/s {found[-1].cpu_ms:6.3f} ms"
+                print(told, end="\n" if name == COLUMNS[-1] else "  ", flush=True)
             rounds.append(found)
     return machine_of(llm).name, rounds[1:]
 
