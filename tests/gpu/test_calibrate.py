@@ -45,24 +45,28 @@ def _bytes(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("family", "scheme", "rotate"),
+    ("family", "scheme", "rotate", "bound"),
     [
-        ("llama3", "w4a16", False),
-        ("gemma2", "w8a8-fp8-static", False),
-        ("gemma3", "w8a16-int8", True),
-        ("phi3", "w8a16-int8", True),
+        ("llama3", "w4a16", False, 1e-2),
+        ("gemma2", "w8a8-fp8-static", False, 1e-2),
+        ("gemma3", "w8a16-int8", True, 3e-3),
+        ("phi3", "w8a16-int8", True, 3e-3),
     ],
 )
 def test_weights_rounded_to_nearest_are_those_of_the_cpu(
-    family: str, scheme: str, rotate: bool, tmp_path: Path
+    family: str, scheme: str, rotate: bool, bound: float, tmp_path: Path
 ) -> None:
-    """But for a scale's last bit, as a GPU divides by a constant with its inverse, and for what then ties."""
+    """But for a scale's last bit, as a GPU divides by a constant with its inverse, and codes that then tie.
+
+    Of int8 that is in many rows the lowest code, at -127.5 steps: one of 64 weights, by a 50th of their
+    spread. A weight in 4 bits that ties is a 200th of its matrix.
+    """
     source = tiny_model(family, tmp_path / "source")
     for device in ("cpu", "cuda"):
         settings = {"scheme": scheme, "method": "rtn", "rotate": rotate}
         pipeline.run(_job(source, tmp_path / device, device, torch.float32, **settings), progress=False)
     ours, theirs = _values(tmp_path / "cuda"), _values(tmp_path / "cpu")
-    assert all(error_ratio(ours[name], theirs[name]) < 1e-3 for name in theirs)
+    assert all(error_ratio(ours[name], theirs[name]) < bound for name in theirs)
 
 
 @pytest.mark.parametrize(
