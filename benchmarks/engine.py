@@ -1,7 +1,7 @@
 """The engine end to end on Llama-3.1-8B's shape: every scheme at one setting, one sequence, small budgets.
 
     python benchmarks/engine.py [--out benchmarks/results/engine-nvidia-h200.json]
-                                [--groups throughput,budget,...] [--num-prompts 1000] [--only fp8,int8]
+                                [--groups throughput,budget,...] [--num-prompts 1000]
                                 [--seconds 300] [--together]
 
 Weights are random (`load_format="dummy"`). Groups:
@@ -9,15 +9,15 @@ Weights are random (`load_format="dummy"`). Groups:
     throughput  1000 prompts of 512 tokens, 256 answered to each, 256 sequences, 8192 tokens a step, greedy,
                 no prefix cache; then one sequence on the same engine
     seqs        the same with 1024 sequences
-    budget      the same under --memory 24GiB, and with a quarter of the prompts under 18GiB
+    budget      the same with half of the prompts under --memory 24GiB, and with an eighth under 18GiB
     static      prompts and answers of 5 to 500 tokens, half as many: continuous beside fixed batches of 256
     head        one sequence with a head of 8 bits
 
 Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
 process of its own, so that one that fails does not take the others along, and on an empty GPU. With
---together all are made ready at once, which saves most of the time, each with its budget or else with no more
-pages than it needs, and then measured one after the other. What is in --out already stays there unless it
-is measured again.
+--together all of a set are made ready at once, which saves most of the time, each with its budget or else
+with no more pages than it needs, and then measured one after the other: a set must fit the GPU. What is in
+--out already stays there unless it is measured again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,9 +42,9 @@ LIMITS = {"max_num_batched_tokens": 8192, "max_model_len": 2048, "enable_prefix_
 
 
 class Setting(NamedTuple):
-    """One engine and what is asked of it: `share` of the prompts; `one`: a single sequence as well.
+    """One engine and what is asked of it: `share` of the prompts, but `at_least` so many.
 
-    `spread`: of lengths from 5 to 500, and once more in fixed batches.
+    `one`: a single sequence as well; `spread`: of lengths from 5 to 500, and once more in fixed batches.
     """
 
     group: str
@@ -54,6 +54,7 @@ class Setting(NamedTuple):
     max_num_seqs: int = 256
     memory: str | None = None
     share: float = 1.0
+    at_least: int = 1
     one: bool = False
     spread: bool = False
     lm_head_dtype: str = "auto"
@@ -64,12 +65,12 @@ def settings() -> list[Setting]:
     schemes = {"bf16": "dense", "fp8": "w8a8-fp8", "int8": "w8a8-int8", "w4a16": "w4a16"}
     found = [Setting("throughput", name, scheme, one=True) for name, scheme in schemes.items()]
     found.insert(2, Setting("throughput", "fp8 + fp8 KV", "w8a8-fp8", "fp8", one=True))
-    found.append(Setting("seqs", "fp8 + fp8 KV, 1024 sequences", "w8a8-fp8", "fp8", 1024))
-    for memory, share in (("24GiB", 1.0), ("18GiB", 0.25)):
+    found.append(Setting("seqs", "fp8 + fp8 KV, 1024 sequences", "w8a8-fp8", "fp8", 1024, at_least=1000))
+    for memory, share in (("24GiB", 0.5), ("18GiB", 0.125)):
         small: dict[str, Any] = {"memory": memory, "share": share}
         found.append(Setting("budget", f"bf16 in {memory}", "dense", **small))
         found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", **small))
-    found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB"))
+    found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB", share=0.5))
     found.append(
         Setting("static", "fp8 + fp8 KV, 5 to 500 tokens", "w8a8-fp8", "fp8", share=0.5, spread=True)
     )
@@ -93,7 +94,7 @@ def ready(setting: Setting, *, together: bool) -> Bench:
 
 def measure(setting: Setting, bench: Bench, num_prompts: int) -> dict[str, Any]:
     """The document of `qinfer bench throughput`, with `one`, that of a single sequence's latency."""
-    num_prompts = max(1, round(num_prompts * setting.share))
+    num_prompts = max(setting.at_least, round(num_prompts * setting.share))
     dataset = Dataset(num_prompts=num_prompts, input_len=512, output_len=256)
     if setting.spread:  # means of a range: 5 to 500
         lengths = {"output_len": 252, "range_ratio": 0.98, "spread": "log"}
@@ -147,6 +148,20 @@ def _child(setting: Setting, num_prompts: int, together: bool, pipe: Connection)
     pipe.send(measure(setting, bench, num_prompts))
 
 
+def measured(
+    wanted: list[Setting], num_prompts: int, end: float, *, together: bool
+) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Label and document of one setting after the other; none begins after `end`."""
+    made = {setting: Apart(setting, num_prompts, together=True) for setting in wanted if together}
+    for child in made.values():
+        child.wait()
+    for setting in wanted:
+        if time.monotonic() < end:
+            print(f"\n{setting.label}", file=sys.stderr, flush=True)
+            child = made.get(setting) or Apart(setting, num_prompts, together=False)
+            yield setting.label, child.measured()
+
+
 def row(label: str, document: dict[str, Any] | None) -> str:
     """A line of the table, or two."""
     if document is None:
@@ -174,25 +189,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--groups", default="throughput,seqs,budget,static,head", help="or whole labels")
+    parser.add_argument(
+        "--groups", default="throughput,seqs,budget,static,head", help="or whole labels; a / between sets"
+    )
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no setting after this")
     parser.add_argument("--together", action="store_true", help="make all engines ready at once")
-    parser.add_argument("--only", default="", help="settings whose label begins with one of these words")
     arguments = parser.parse_args()
-    groups, only, start = set(arguments.groups.split(",")), tuple(arguments.only.split(",")), time.monotonic()
-    wanted = [s for s in settings() if {s.group, s.label} & groups and s.label.startswith(only)]
-    begin = partial(Apart, num_prompts=arguments.num_prompts, together=arguments.together)
-    made = {setting: begin(setting) for setting in wanted if arguments.together}
-    for child in made.values():
-        child.wait()
     found: dict[str, dict[str, Any] | None] = {}
-    for setting in wanted:
-        if time.monotonic() - start < arguments.seconds:
-            print(f"\n{setting.label}", file=sys.stderr, flush=True)
-            child = made.get(setting) or begin(setting)
-            found[setting.label] = document = child.measured()
-            print(row(setting.label, document), file=sys.stderr, flush=True)
+    end = time.monotonic() + arguments.seconds
+    for groups in arguments.groups.split("/"):
+        wanted = [s for s in settings() if {s.group, s.label} & set(groups.split(","))]
+        for label, document in measured(wanted, arguments.num_prompts, end, together=arguments.together):
+            found[label] = document
+            print(row(label, document), file=sys.stderr, flush=True)
             if arguments.out:  # at once: somebody may stop it
                 kept = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
                 arguments.out.write_text(json.dumps(kept | found, indent=1) + "\n")

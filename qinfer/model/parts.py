@@ -94,10 +94,13 @@ class Mlp:
     def __call__(self, x: ops.Activations, tap: Tap | None = None) -> ops.Product:
         """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
         if tap is None:
-            gate_up = self.gate_up.product(x) if self.gate_up.bias is None else self.gate_up(x)
-            return self.down.summand(ops.gated_to(self.down.codes, self.activate, gate_up))
+            return self.down.summand(self._gated(x))  # holds nothing else meanwhile
         assert isinstance(x, Tensor)
         tap("gate_up", x)
         inner = self.activate(self.gate_up(x))
         tap("down", inner)
         return self.down.summand(inner)
+
+    def _gated(self, x: ops.Activations) -> ops.Activations:
+        gate_up = self.gate_up.product(x) if self.gate_up.bias is None else self.gate_up(x)
+        return ops.gated_to(self.down.codes, self.activate, gate_up)
