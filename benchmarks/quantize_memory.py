@@ -88,14 +88,15 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--on-disk", action="store_true", help="hidden states, though memory suffices")
-    parser.add_argument("--out", type=Path, help="append the result to this JSON file")
+    parser.add_argument("--out", type=Path, help="add the result to the rows of this JSON file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = measure(arguments, Path(folder))
     print(json.dumps(result))
     if arguments.out is not None:
-        rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
-        arguments.out.write_text(json.dumps([*rows, result], indent=1) + "\n")
+        document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
+        document["rows"].append(result)
+        arguments.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
