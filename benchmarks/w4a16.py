@@ -71,7 +71,11 @@ CANDIDATES = {
     512: MANY,
     1024: MANY,
 }
-STAGES = {16: (7, 10), 32: (8,), 64: (5, 6), 128: (4,)}  # of the kernel with one task per warp
+# BN, STAGES, MODE, UNROLL of the kernel with one task per warp
+BY_WARPS = {
+    **{16: ((128, 4, 1, 2), (256, 4, 1, 2)), 32: ((128, 6, 1, 1), (256, 7, 1, 1))},
+    **{64: ((128, 4, 0, 1), (256, 5, 0, 1), (256, 2, 0, 2)), 128: ((128, 3, 0, 1), (256, 4, 0, 1))},
+}
 QUARTERS = {8: (3, 4), 16: (3, 4), 32: (2, 3), 64: (2,)}  # stages of the kernel by quarters
 
 
@@ -80,7 +84,9 @@ def candidates(m: int) -> list[Config]:
     names = ("BM", "BN", "MODE", "UNROLL", "WARPS", "STAGES", "REGISTERS")
     found = [dict(zip(names, values, strict=True)) for values in CANDIDATES[m]]
     found = [tile | {"TMA": int(tile["BM"] >= 64), "AHEAD": 8} for tile in found]
-    found += [{"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": stages} for stages in STAGES.get(m, ())]
+    names = ("BN", "STAGES", "MODE", "UNROLL")
+    for values in BY_WARPS.get(min(m, 128), ()):
+        found.append({"BY_WARPS": 1, "BM": min(m, 128), **dict(zip(names, values, strict=True))})
     few = {"QUARTERS": 1, "BM": min(m, 64), "MODE": int(m <= 32)}
     return found + [few | {"STAGES": s, "EARLY": 1} for s in QUARTERS.get(min(m, 64), ()) if m <= 128]
 
@@ -112,14 +118,10 @@ def own(tile: Config, x: Tensor, packed: dict[str, Tensor]) -> Tensor:
     return out
 
 
-def timed(tile: Config, x: Tensor, weight: Weight) -> float:
-    return rotate(partial(own, tile, x), weight.packed, x.shape[0])
-
-
 def checked(tile: Config, x: Tensor, weight: Weight, expected: Tensor) -> Iterator[tuple[float, Config]]:
     """The time with a tile, if the product is right."""
     if error_ratio(own(tile, x, weight.packed[0]), expected) < 4e-3:
-        yield timed(tile, x, weight), tile
+        yield rotate(partial(own, tile, x), weight.packed, x.shape[0]), tile
     else:
         print("wrong:", *x.shape, tile)
 
@@ -154,17 +156,14 @@ def tune(shapes: list[tuple[int, int]], tokens: list[int]) -> dict[str, Any]:
             base = rotate(lambda wide, x=x: torch.mm(x, wide.T), weight.wide, m)
             times = []
             for tile in candidates(m):
-                number = -(-n // tile["BN"]) * -(-m // tile["BM"])
-                for way in cuts(number, -(-k // (w4a16.INPUTS * tile.get("UNROLL", 1))), cores):
-                    whole = tile | way
-                    if error_ratio(own(whole, x, weight.packed[0]), expected) < 4e-3:
-                        times.append((timed(whole, x, weight), whole))
-                    else:
-                        print("wrong:", n, k, m, whole)
+                number = -(-n // tile.get("BN", 64)) * -(-m // tile["BM"])
+                steps = -(-k // (w4a16.INPUTS * tile.get("UNROLL", 1)))
+                for way in [{}] if "QUARTERS" in tile else cuts(number, steps, cores):
+                    times += [*checked(tile | way, x, weight, expected)]
             times.sort(key=lambda entry: entry[0])
             best = [tile for _, tile in times[:4] if "AHEAD" in tile]
             best = [tile | {"AHEAD": ahead} for tile in best for ahead in (0, 4, 16, 32)]
-            times += [(timed(tile, x, weight), tile) for tile in best]
+            times += [found for tile in best for found in checked(tile, x, weight, expected)]
             times.sort(key=lambda entry: entry[0])
             measured += [(n, k, m, base, *entry) for entry in times]
             rows.setdefault(f"{n}x{k}", []).append([m, times[0][1]])

@@ -10,7 +10,7 @@ A row of the table (or of `FORMULA`) holds
     AHEAD         tiles of 128 inputs that a program asks the L2 cache for before it waits for the tokens
     SLOTS PIECES  as many tiles as fill SLOTS evenly are whole, PIECES programs share the others (pieces.py)
     EARLY         when the next kernel may start and wait: 1 at once, 2 after the last multiplication
-    BY_WARPS      w4a16_warps_triton.py's kernel; of the above it has BM, BN, STAGES, SLOTS, PIECES and EARLY
+    BY_WARPS      w4a16_warps_triton.py's kernel; of the above it has all but WARPS, TMA, REGISTERS and AHEAD
     QUARTERS      w4a16_quarters_triton.py's kernel, with BM, MODE, STAGES and EARLY
     DEQUANTIZE    instead of all these: unpack the weight, then torch.mm
 """

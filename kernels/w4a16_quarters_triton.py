@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.quarters_triton import GROUPS, barriers, copy_tokens, meet
 from qinfer.kernels.tiles import Tile
-from qinfer.kernels.w4a16_warps_triton import floats, pairs
+from qinfer.kernels.w4a16_floats_triton import WORDS, floats, pairs, scale_of, scales_of, words_of
 from qinfer.kernels.warps_triton import (
     copy_in,
     descriptor,
@@ -30,7 +30,6 @@ from qinfer.kernels.warps_triton import (
     flat_descriptor,
     flat_descriptor_type,
     group_barrier,
-    seen_as,
     tell_next,
     wait_for_previous,
 )
@@ -63,33 +62,17 @@ def _copy(x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM:
 
 
 @gluon.jit
-def _scale_of(both, SCALE: gl.constexpr, LAYOUT: gl.constexpr):
-    """The scales of `scale_zero`'s words [64], float32 [64, 1] beside a sum of that layout."""
-    if SCALE == gl.bfloat16:  # noqa: SIM300
-        scale = (both << 16).to(gl.float32, bitcast=True)
-    else:
-        scale = both.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-    return gl.convert_layout(scale, gl.SliceLayout(1, LAYOUT), assert_trivial=True)[:, None]
-
-
-@gluon.jit
 def _multiply(PART: gl.constexpr, xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
               BM: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
     """A multiplying group: of every four steps the one with its number."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, 16]
-    )
-    LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tell_next(EARLY == 1)
     acc = gl.zeros((64, BM), gl.float32, LAYOUT)
     for step in range(gl.cdiv(tiles, GROUPS)):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        both = seen_as(ss.index(stage), gl.int32, [GROUPS * 64], LINE).slice(PART * 64, 64)
-        both = both.load(gl.SliceLayout(1, WORDS))
-        w = seen_as(ws.index(stage).slice(PART * 4, 4), gl.int32, [64, 16], LINES).load(WORDS)
+        both = scales_of(ss.index(stage), GROUPS * 64, PART)
+        w = words_of(ws.index(stage).slice(PART * 4, 4))
         zero, scale = pairs(both, WORDS)
         tokens = xs.index(stage * GROUPS + PART)
         a = floats(w, zero, scale, MODE == 0, tokens.dtype, LAYOUT)
@@ -100,7 +83,7 @@ def _multiply(PART: gl.constexpr, xs, ws, ss, ready, empty, done, sums, out, M, 
             y = gl.zeros((64, BM), gl.float32, LAYOUT)
             y = warpgroup_mma(a, tokens.permute((1, 0)), y, use_acc=False, is_async=True)
             y, a = warpgroup_mma_wait(num_outstanding=0, deps=(y, a))
-            acc += y * _scale_of(both, tokens.dtype, LAYOUT)
+            acc += y * scale_of(both, tokens.dtype, LAYOUT)
         group_barrier()  # all four warps have read their words
         mbarrier.arrive(empty.index(stage))
     tell_next(EARLY == 2)

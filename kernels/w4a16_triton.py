@@ -27,7 +27,12 @@ from qinfer.kernels.w4a16_product_triton import product
 from qinfer.kernels.w4a16_quarters_triton import launch_by_quarters, variant_by_quarters
 from qinfer.kernels.w4a16_unpack_triton import dequantize_kernel
 from qinfer.kernels.w4a16_warps_triton import by_warps
-from qinfer.kernels.warps_triton import descriptor, descriptor_type
+from qinfer.kernels.warps_triton import (
+    descriptor,
+    descriptor_type,
+    flat_descriptor,
+    flat_descriptor_type,
+)
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"  # on the CPU; bfloat16 is computed in float32 there
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -96,11 +101,11 @@ def launch(config: Tile, group: int, x: Tensor, words: Tensor, scale_zero: Tenso
     parts = out if in_parts else workspace(how.cut, how.rows * config["BM"], x.device)
     num_parts = len(out) if in_parts else 0
     if "BY_WARPS" in config:
-        tiles = descriptor(words.view(-1, 16), [ROWS, 16])
         by_warps[(how.cut.programs,)](
-            descriptor(x, [config["BM"], INPUTS]), tiles, scale_zero, out, parts, m, n,
-            scale_zero.stride(0), how.steps, how.blocks, *how.cut,
-            **warps_constants(config, how.rows, group, num_parts), num_warps=4, launch_pdl=True,
+            descriptor(x, [config["BM"], INPUTS]), flat_descriptor(words.view(-1, 256), _words_block(config)),
+            flat_descriptor(_lines(scale_zero, words), [1, how.rows]), out, parts, m, n, words.shape[1],
+            how.blocks, *how.cut, **warps_constants(config, how.rows, group, num_parts),
+            **warps_options(config),
         )  # fmt: skip
     else:
         tokens = TensorDescriptor.from_tensor(x, [config["BM"], INPUTS]) if config["TMA"] else x
@@ -144,8 +149,26 @@ def constants(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype) -
 
 def warps_constants(config: Tile, rows: int, group: int, parts: int) -> dict[str, Any]:
     """The constants of `by_warps`."""
-    named = {name: config[name] for name in ("BM", "STAGES", "EARLY")}
-    return {**named, "BN": rows, "GROUP": group, "PARTS": parts}
+    registers = 112 if rows == 256 else 104 if config["BM"] < 128 else 160
+    named = {name: config[name] for name in ("BM", "STAGES", "UNROLL", "MODE", "EARLY")}
+    return {**named, "BN": rows, "GROUP": group, "PARTS": parts, "REGISTERS": registers}
+
+
+def warps_options(config: Tile) -> dict[str, Any]:
+    """Two programs of 128 rows fit on a multiprocessor where they leave each other registers."""
+    two = config["BN"] == 128 and config["BM"] < 128
+    return {"num_warps": 4, "launch_pdl": True, "maxnreg": 80 if two else None}
+
+
+def _lines(scale_zero: Tensor, words: Tensor) -> Tensor:
+    """The same with a stride that means something, where there is only one line."""
+    if scale_zero.shape[0] > 1:
+        return scale_zero
+    return scale_zero.as_strided(scale_zero.shape, (words.shape[0] * ROWS, 1))
+
+
+def _words_block(config: Tile) -> list[int]:
+    return [4 * config["UNROLL"], 256]
 
 
 def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
@@ -204,9 +227,10 @@ def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype, pa
     kernel: Any = product
     if "BY_WARPS" in config:
         kernel = by_warps
-        fixed, chosen = warps_constants(config, rows, group, parts), {"num_warps": 4, "launch_pdl": True}
+        fixed, chosen = warps_constants(config, rows, group, parts), warps_options(config)
         types["x"] = descriptor_type(element, [config["BM"], INPUTS])
-        types["words"] = descriptor_type("i32", [ROWS, 16])
+        types["words"] = flat_descriptor_type("i32", _words_block(config))
+        types["scale_zero"] = flat_descriptor_type("i32", [1, rows])
     else:
         fixed, chosen = {**constants(config, rows, group, k, dtype), "PARTS": parts}, options(config, group)
         if config["TMA"]:

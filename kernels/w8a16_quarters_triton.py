@@ -77,12 +77,11 @@ def _multiply(PART: gl.constexpr, xs, ws, ready, empty, done, sums, scale, bias,
     for step in range(gl.cdiv(panels, GROUPS)):
         stage = step % STAGES
         mbarrier.wait(ready.index(stage), step // STAGES & 1)
-        if step * GROUPS + PART < panels:  # there is no weight beyond
-            w = seen_as(ws.index(stage * GROUPS + PART), gl.int32, [64, 32], LINES).load(WORDS)
-            tokens = xs.index(stage * GROUPS + PART)
-            a = floats(w, FP8, tokens.dtype, LAYOUT)
-            acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
-            acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
+        w = seen_as(ws.index(stage * GROUPS + PART), gl.int32, [64, 32], LINES).load(WORDS)
+        tokens = xs.index(stage * GROUPS + PART)
+        a = floats(w, FP8, tokens.dtype, LAYOUT)
+        acc = warpgroup_mma(a, tokens.permute((1, 0)), acc, is_async=True)
+        acc, a = warpgroup_mma_wait(num_outstanding=0, deps=(acc, a))
         group_barrier()  # all four warps have read their words
         mbarrier.arrive(empty.index(stage))
     tell_next(EARLY == 2)

@@ -2,7 +2,7 @@
 """The kernel of products with 8-bit weights on Hopper with one task per warp (see w4a16_warps_triton.py).
 
 Codes become 16-bit floats as in w8a16_triton.py. Their scale is one for a row, by which
-sums are multiplied in the end. The search of benchmarks/w8a16.py tries it; the H200's table has no row of it.
+sums are multiplied in the end.
 """
 
 from triton.experimental import gluon

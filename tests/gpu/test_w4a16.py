@@ -98,16 +98,22 @@ def test_any_cut_gives_the_same_sum(bm: int, slots: int, pieces: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("bm", "stages"), [(16, 10), (32, 8), (64, 6), (128, 4)])
-def test_by_warps(bm: int, stages: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("bm", "bn", "stages", "mode", "unroll"),
+    [
+        *((16, 256, 8, 0, 1), (16, 128, 4, 1, 2), (32, 256, 3, 1, 2)),
+        *((64, 256, 5, 0, 1), (64, 128, 4, 0, 1), (128, 256, 4, 0, 1), (128, 128, 3, 0, 1)),
+    ],
+)
+def test_by_warps(bm: int, bn: int, stages: int, mode: int, unroll: int, dtype: torch.dtype) -> None:
     """Rows and tokens that fill no tile, whole tiles and pieces of them; again and again the same bits."""
     weight = make_weight(656, 4992, 128, dtype)
     packed = w4a16.pack_fragments(*weight)
     for m in (1, bm - 3, 2 * bm + 1):
         x = randn(m, 4992, dtype)
         for slots, pieces in ((1, 0), (1000, 7), (1000, 60)):
-            config = {"BY_WARPS": 1, "BM": bm, "BN": 256, "STAGES": stages, "EARLY": 1}
-            config |= {"SLOTS": slots, "PIECES": pieces}
+            config = {"BY_WARPS": 1, "BM": bm, "BN": bn, "STAGES": stages, "EARLY": 1}
+            config |= {"MODE": mode, "UNROLL": unroll, "SLOTS": slots, "PIECES": pieces}
             outs = [torch.full((m, 656), math.nan, dtype=dtype, device="cuda") for _ in range(4)]
             for out in outs:
                 w4a16_triton.launch(config, 128, x, **packed, out=out)
