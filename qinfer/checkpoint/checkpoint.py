@@ -18,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qinfer.checkpoint import dialects, names
-from qinfer.checkpoint.compressed_tensors import Quantization, find_quantization_config
+from qinfer.checkpoint.compressed_tensors import Quantization
+from qinfer.checkpoint.declaration import find_quantization_config
 from qinfer.checkpoint.files import read_json
 from qinfer.checkpoint.shards import FLOATS, ITEM_BYTES, Header, find_tensors
 from qinfer.checkpoint.stored import Folder

@@ -19,28 +19,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from qinfer.checkpoint.files import read_json
+from qinfer.checkpoint.declaration import METHOD, mapping_of, method_of
 from qinfer.checkpoint.stored import Stored
 from qinfer.errors import CheckpointError, UnsupportedModelError
 from qinfer.quant import FORMAT, W4A16, Dense, Scheme, W8A8Fp8, W8A8Int8, W8A16Int8, scheme_from_group
 
-METHOD = "compressed-tensors"
 SUPPORTED = f"{METHOD} (int8, fp8 and int4 as qinfer writes them)"
 # the version whose reader the configurations are written for; informational
 _VERSION = "0.17.0"
 _WRAPPERS = frozenset({"model", "language_model", "text_model"})
-# files that say how weights are stored, and whose they are where they do not say that themselves
-_SEPARATE_FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-    "quantization_config.json": METHOD,
-}
-# what two descriptions of the same weights must agree on, where both say it
-_DECIDING = ("bits", "group_size", "sym", "zero_point", "desc_act", "checkpoint_format", "quant_algo")
 # preset names that compressed-tensors accepts in place of a scheme, where a scheme of ours is meant
 _PRESETS: dict[str, Scheme] = {
     "W8A8": W8A8Int8(),
@@ -161,51 +150,6 @@ def _declared(scheme: Scheme, targets: list[str]) -> dict[str, Any]:
     return {"targets": targets, **group, "output_activations": None}
 
 
-def find_quantization_config(folder: Path, raw_config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The model's quantization_config, wherever it stands; None for an unquantized model.
-
-    Raises CheckpointError when two places disagree.
-    """
-    inner = raw_config.get("text_config") or {}
-    found: dict[str, dict[str, Any]] = {}
-    for where, holder in (("config.json", raw_config), ("config.json's text_config", inner)):
-        for key in ("quantization_config", "compression_config"):
-            if holder.get(key):
-                found[f"{key} of {where}"] = _mapping(holder[key], key)
-    for name, method in _SEPARATE_FILES.items():
-        if (folder / name).is_file():
-            found[name] = {"quant_method": method, **read_json(folder / name)}
-    first = next(iter(found), None)
-    if first is None:
-        return None
-    for where, config in found.items():
-        if not _agree(found[first], config):
-            raise CheckpointError(
-                f"{folder}: {first} and {where} disagree on how weights are quantized; remove the wrong one"
-            )
-    return found[first]
-
-
-def method_of(raw: Mapping[str, Any]) -> str:
-    """The tool whose dialect a quantization_config is written in, with "-" for "_" in our own's name."""
-    method = raw.get("quant_method")
-    if method is None and raw.get("config_groups"):
-        return METHOD
-    if method is None and _mapping(raw.get("producer") or {}, "producer").get("name") == "modelopt":
-        return "modelopt"
-    return METHOD if str(method).replace("_", "-") == METHOD else str(method)
-
-
-def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two descriptions may be of the same weights; ours must be equal, others in what decides."""
-    if not isinstance(one, Mapping) or not isinstance(other, Mapping) or method_of(one) != method_of(other):
-        return one == other
-    if method_of(one) == METHOD:
-        return {**one, "quant_method": METHOD} == {**other, "quant_method": METHOD}
-    one, other = (config.get("quantization") or config for config in (one, other))
-    return all(str(one[key]) == str(other[key]) for key in _DECIDING if key in one and key in other)
-
-
 def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
     """Reads a quantization_config; None means not quantized.
 
@@ -213,7 +157,7 @@ def read_quantization(raw: Mapping[str, Any] | None) -> Quantization:
     """
     if raw is None:
         return Quantization()
-    _refuse_unsupported(_mapping(raw, "quantization_config"))
+    _refuse_unsupported(mapping_of(raw, "quantization_config"))
     groups = tuple(
         _group(name, group, str(raw.get("format"))) for name, group in raw["config_groups"].items()
     )
@@ -241,7 +185,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if not isinstance(raw.get("config_groups"), Mapping) or not raw["config_groups"]:
         raise UnsupportedModelError(f"quantization_config has no config_groups; supported: {SUPPORTED}")
     for key in ("sparsity_config", "transform_config"):
-        section = _mapping(raw.get(key) or {}, key)
+        section = mapping_of(raw.get(key) or {}, key)
         if section and section.get("format") != "dense":
             raise UnsupportedModelError(
                 f"quantization_config has a {key} ({section}), which is not supported"
@@ -255,9 +199,9 @@ def _group(name: str, raw: Any, top_format: str) -> SchemeGroup:
                 f"quantization preset {name!r} is not supported; supported: {', '.join(_PRESETS)}"
             )
         return SchemeGroup(name, tuple(raw), _PRESETS[name])
-    raw = _mapping(raw, name)
+    raw = mapping_of(raw, name)
     arguments = {
-        key: _numbers(_mapping(raw[key], key))
+        key: _numbers(mapping_of(raw[key], key))
         for key in ("weights", "input_activations", "output_activations")
         if raw.get(key) is not None
     }
@@ -271,13 +215,6 @@ def _numbers(arguments: Mapping[str, Any]) -> dict[str, Any]:
         key: int(value) if key in ("num_bits", "group_size") and str(value).isdecimal() else value
         for key, value in arguments.items()
     }
-
-
-def _mapping(value: Any, name: str) -> dict[str, Any]:
-    """`value`, or CheckpointError."""
-    if not isinstance(value, dict):
-        raise CheckpointError(f"quantization_config: {name} is {value!r:.100}; it must be an object")
-    return value
 
 
 def _list(value: Any, name: str) -> tuple[Any, ...]:

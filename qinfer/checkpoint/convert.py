@@ -20,6 +20,7 @@ from torch import Tensor
 
 from qinfer.checkpoint import awq, compressed_tensors, gptq, names
 from qinfer.checkpoint.checkpoint import Checkpoint
+from qinfer.checkpoint.declaration import METHOD
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.errors import UserError
 from qinfer.quant import Dense, Scheme
@@ -36,7 +37,7 @@ _OTHERS = {
     awq.METHOD: _Target(awq.quantization_config, awq.file_tensors_of),
     gptq.METHOD: _Target(gptq.quantization_config, gptq.file_tensors_of),
 }
-TARGETS = (compressed_tensors.METHOD, *_OTHERS)
+TARGETS = (METHOD, *_OTHERS)
 
 
 @dataclass
@@ -102,7 +103,7 @@ def _quantization_config(source: Checkpoint, schemes: Mapping[str, Scheme], to: 
             "serve it as it is, or quantize the original model",
             "model",
         )
-    if to == compressed_tensors.METHOD:
+    if to == METHOD:
         most = max(found, key=list(schemes.values()).count)
         others = {module: scheme for module, scheme in schemes.items() if scheme != most}
         kv_cache_scheme = source.quantization.kv_cache_scheme

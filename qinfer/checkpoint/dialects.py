@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from qinfer.checkpoint import awq, float8, gptq, modelopt
-from qinfer.checkpoint.compressed_tensors import METHOD, Quantization, method_of, read_quantization
+from qinfer.checkpoint.compressed_tensors import Quantization, read_quantization
+from qinfer.checkpoint.declaration import METHOD, method_of
 from qinfer.checkpoint.stored import Folder, Survey, agree
 from qinfer.errors import CheckpointError, UnsupportedModelError
 

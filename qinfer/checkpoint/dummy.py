@@ -24,10 +24,10 @@ from qinfer.checkpoint import names
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint, check_modules, required_tensors
 from qinfer.checkpoint.compressed_tensors import (
     Quantization,
-    find_quantization_config,
     quantization_config,
     read_quantization,
 )
+from qinfer.checkpoint.declaration import find_quantization_config
 from qinfer.checkpoint.files import read_json
 from qinfer.config import ModelConfig
 from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, scheme_by_name, settle_group_size

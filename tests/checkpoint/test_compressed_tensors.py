@@ -9,10 +9,10 @@ from compressed_tensors.quantization import QuantizationConfig
 from qinfer.checkpoint.compressed_tensors import (
     Quantization,
     SchemeGroup,
-    find_quantization_config,
     quantization_config,
     read_quantization,
 )
+from qinfer.checkpoint.declaration import find_quantization_config
 from qinfer.checkpoint.names import all_modules
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError, UnsupportedModelError

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from qinfer.checkpoint.compressed_tensors import (
-    find_quantization_config,
     quantization_config,
     read_quantization,
 )
+from qinfer.checkpoint.declaration import find_quantization_config
 from qinfer.config import ModelConfig
 from qinfer.errors import CheckpointError
 from qinfer.quant import W4A16, W8A8Int8
