@@ -26,7 +26,7 @@ HELD, SHARED, CACHED, FREE = "29,91,184", "176,72,15", "77,143,134", "227,228,23
 
 def test_requests_show_while_they_run_and_after(serve_scripted: Any, open_page: Open) -> None:
     with serve_scripted() as served:
-        served.scripted.seconds_per_step = 0.05
+        served.scripted.seconds_per_step = 0.5  # as long as it takes to see them
         page = open_page(f"{served.url}/#live")
         body = {"prompt": [97, 98, 99], "max_tokens": 150, "n": 3}
         client = threading.Thread(target=served.post, args=("/v1/completions", body))
