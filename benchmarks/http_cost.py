@@ -164,6 +164,7 @@ def measured(
     count, me, rounds = asked.client_processes, psutil.Process(), []
     workers = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     with workers as pool, server(asked.model, words) as ready:
+        pool.submit(int)  # starts all of them, which import for seconds, while the engines load
         llm = LLM(asked.model, allow_ungated=True, **limits)
         dataset = Dataset(num_prompts=asked.prompts, input_len=asked.input_len, output_len=asked.output_len)
         tokenizer = llm.get_tokenizer()
