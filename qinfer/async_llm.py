@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qinfer.engine.admission import check_prompt, check_text
-from qinfer.engine_thread import EngineThread, Observer
+from qinfer.engine_thread import EngineThread, Observer, threads_left_to_the_engine
 from qinfer.errors import EngineDeadError
 from qinfer.intake import Intake
 from qinfer.llm_keywords import refuse
@@ -87,8 +87,10 @@ class AsyncLLM:
         """Loads the model that the arguments name; raises as `LLM`."""
         from qinfer.llm import LLM
 
+        with threads_left_to_the_engine():
+            llm = LLM(engine_args.model, **engine_args.keywords)
         return cls(
-            LLM(engine_args.model, **engine_args.keywords),
+            llm,
             max_num_queued_reqs=engine_args.max_num_queued_reqs,
             max_num_queued_tokens=engine_args.max_num_queued_tokens,
         )

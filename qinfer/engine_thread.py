@@ -15,7 +15,8 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,6 +33,24 @@ if TYPE_CHECKING:  # a server takes its port before it spends seconds on importi
 logger = logging.getLogger(__name__)
 
 Command = Callable[[], None]
+
+
+@contextmanager
+def threads_left_to_the_engine() -> Iterator[None]:
+    """Within it a model is loaded by one thread of the processor, for another thread to run.
+
+    OpenMP keeps threads for each thread that has computed in parallel. Where all of them together outnumber
+    the processors, GNU's sleep between two parallel regions instead of waiting awake, and to be woken costs
+    an engine whose steps have hundreds of regions a fifth of its speed.
+    """
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 class Observer(Protocol):

@@ -88,9 +88,11 @@ def serve(
     stdout = sys.stdout
 
     def load() -> LLM:
+        from qinfer.engine_thread import threads_left_to_the_engine
         from qinfer.llm import LLM  # imports torch, which takes seconds: the port comes first
 
-        return LLM(model, **keywords)
+        with threads_left_to_the_engine():
+            return LLM(model, **keywords)
 
     def ready(url: str, llm: LLM) -> None:
         names = llm.served_model_names
