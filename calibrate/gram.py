@@ -214,7 +214,7 @@ def _exact_products_of(x: Tensor) -> Iterator[None]:
     if x.dtype is not torch.bfloat16:
         yield
         return
-    backends = torch.backends
+    backends = torch.backends  # whose types do not know mkldnn.matmul
     settings = backends.cuda.matmul if x.is_cuda else backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "tf32" if x.is_cuda else "bf16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from qinfer.chat_messages import Message
 from qinfer.errors import UserError
@@ -23,8 +23,8 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
             "prompts",
         )
     if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [prompts]  # type: ignore[list-item]  # one prompt of ids
-    return list(prompts)  # type: ignore[arg-type]
+        return [cast(Prompt, prompts)]  # one prompt of ids
+    return list(cast(Sequence[Prompt], prompts))
 
 
 def text_and_ids(prompt: Prompt) -> tuple[str | None, Any]:
@@ -54,8 +54,8 @@ def conversation_list(messages: Sequence[Message] | Sequence[Sequence[Message]])
             "messages",
         )
     if messages and isinstance(messages[0], Mapping):
-        return [messages]  # type: ignore[list-item]
-    return list(messages)  # type: ignore[arg-type]
+        return [cast(Sequence[Message], messages)]
+    return list(cast(Sequence[Sequence[Message]], messages))
 
 
 def params_list(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

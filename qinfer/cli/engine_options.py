@@ -72,6 +72,7 @@ def with_engine_options(*names: str, **defaults: Any) -> Callable[[Callable[...,
                 shown += [_parameter(name, defaults) for name in names]
             else:
                 shown.append(parameter.replace(kind=Parameter.KEYWORD_ONLY))
+        # typer reads it, as `inspect` does; no type of a function has it
         run.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
         return run
