@@ -241,9 +241,9 @@ def test_a_grammar_is_compiled_once(make_engine: MakeEngine) -> None:
 
 def test_the_first_step_of_a_huge_grammar_is_taken_while_it_is_compiled(make_engine: MakeEngine) -> None:
     grammars, form = make_engine().grammars, StructuredOutputsParams(regex="((a{300}){300}){300}")
-    start = time.monotonic()
+    start = time.thread_time()  # what others do on the machine does not count
     grammars.compile(form)
-    compiled = time.monotonic()
+    compiled = time.thread_time()
     constraint = grammars.start(form)
     constraint.matcher.compute_bitmask()
-    assert time.monotonic() - compiled < (compiled - start) / 5
+    assert time.thread_time() - compiled < (compiled - start) / 5
