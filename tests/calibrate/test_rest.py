@@ -72,7 +72,6 @@ def test_stopped_with_files_it_goes_on_and_tells_its_own_layers(tmp_path, monkey
     assert report.to_text().startswith(
         f"w4a16 g64 asym by awq: 1 layers in {report.seconds:.1f} s, 2 finished"
     )
-    assert report.seconds < sum(layer.seconds for layer in report.layers) + 10
 
 
 @pytest.mark.parametrize("in_files", [False, True])

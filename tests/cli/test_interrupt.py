@@ -209,7 +209,7 @@ def test_a_process_ends_within_seconds_without_a_traceback(source, tmp_path):
             assert more, said
             said += more
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, out) == (130, b""), err.decode()
     assert err.splitlines()[-1] == b"qinfer: interrupted"
     assert b"Traceback" not in said + err

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -23,6 +24,7 @@ from qinfer.server.app import build_app
 from qinfer.server.options import ServerOptions
 from qinfer.testing import FakeRunner
 
+PATIENCE = 120.0  # seconds
 EOS = 258  # <|im_end|> of the tiny tokenizer
 Serve = Callable[..., Any]
 
@@ -31,11 +33,15 @@ Serve = Callable[..., Any]
 def serve(model_dir: Path, run_app: Callable[..., Any]) -> Serve:
     @contextmanager
     def start(
-        script: Any = None, seconds: float = 0.0, keys: tuple[str, ...] = (), **more: Any
+        script: Any = None,
+        seconds: float = 0.0,
+        keys: tuple[str, ...] = (),
+        held: Event | None = None,
+        **more: Any,
     ) -> Iterator[str]:
         llm = LLM(str(model_dir), served_model_name="tiny", **{"num_kv_blocks": 256, **more})
         if script is not None:
-            llm.engine.runner = SlowRunner(llm.engine.vocab_size, script, seconds)
+            llm.engine.runner = SlowRunner(llm.engine.vocab_size, script, seconds, held)
         engine = AsyncLLM(llm)
         try:
             with run_app(build_app(engine, ServerOptions(api_keys=keys))) as url:
@@ -47,13 +53,15 @@ def serve(model_dir: Path, run_app: Callable[..., Any]) -> Serve:
 
 
 class SlowRunner(FakeRunner):
-    """Says what it is told to; each step takes its time."""
+    """Says what it is told to; each step takes its time, the first begins when `held` is set."""
 
-    def __init__(self, vocab_size: int, script: Any, seconds: float) -> None:
+    def __init__(self, vocab_size: int, script: Any, seconds: float, held: Event | None) -> None:
         super().__init__(vocab_size, script)
-        self.seconds = seconds
+        self.seconds, self.held = seconds, held
 
     def run(self, *args: Any, **more: Any) -> Any:
+        if self.held:
+            assert self.held.wait(PATIENCE)
         time.sleep(self.seconds)
         return super().run(*args, **more)
 
@@ -134,8 +142,15 @@ def test_b04_the_same_prompts_again_are_told(serve, bench, caplog):
 
 
 def test_b06_the_clock_begins_before_the_queue(serve):
-    seconds, tokens = 0.03, 6
-    with serve([70] * tokens, seconds, max_num_seqs=1) as url:
+    seconds, tokens, held = 0.03, 6, Event()
+
+    def let_go_when_all_have_come() -> None:
+        while httpx.get(f"{url}/load").json()["server_load"] < 4:
+            time.sleep(0.01)
+        held.set()
+
+    with serve([70] * tokens, seconds, held=held, max_num_seqs=1) as url:
+        Thread(target=let_go_when_all_have_come).start()
         samples, _ = asked(url, [[i] * 20 for i in range(4)], tokens)
         told = metric(url, "qinfer_time_to_first_token_seconds_sum")
         waited = metric(url, "qinfer_request_queue_seconds_sum")

@@ -18,6 +18,7 @@ from qinfer.server.page import compose
 Open = Callable[..., Any]
 BODY = ".message.assistant .body"
 BODY_TEXT = f"document.querySelector('{BODY}').innerText"
+PATIENCE = 120.0  # seconds
 IDLE = "document.querySelector('#stop').hidden"
 
 
@@ -85,7 +86,7 @@ def test_stopping_frees_the_engine_and_keeps_what_came(
         assert page.text(".message.assistant .note").endswith("stopped")
         assert len(page.text(BODY)) > 2
         assert page.js("document.activeElement.id") == "question"
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while served.scripted.jobs:
             assert time.monotonic() < end
         assert len(served.scripted.aborted) == 1
@@ -182,7 +183,7 @@ def test_a_conversation_is_exported(
         ask(page, "Keep this")
         page.wait(f"document.querySelectorAll('.message').length === 2 && {IDLE}")
         page.click("#export")
-        file, end = tmp_path / "conversation.json", time.monotonic() + 30
+        file, end = tmp_path / "conversation.json", time.monotonic() + PATIENCE
         while not file.exists():
             assert time.monotonic() < end
     document = json.loads(file.read_text())
