@@ -4,6 +4,9 @@ A table is `configs/<gpu>.json`: {"ops": {op: {"NxK": [[m_upper, {"BLOCK_M": 16,
 rising order of `m_upper`; the last one has null, which means any M. Attention and element-wise ops use one
 key, "*". A GPU or a shape without a row falls to the op's own formula, which is said once in the log, never
 silently. Nothing is tuned at run time: that would time kernels in a server, and give two runs two answers.
+
+"<op> in parts" has rows that go before the op's own where whoever takes the product adds up its parts: in a
+chain of a model's kernels another tile is fastest than for a product that must add them up itself.
 """
 
 from __future__ import annotations
@@ -25,12 +28,20 @@ class Declined(Exception):
     """A fast path does not take this input; the reason is one clause for the log."""
 
 
-def tile(op: str, gpu: str, formula: Formula, m: int, n: int = 0, k: int = 0) -> Tile:
-    """The tile of `op` for M rows and a weight [n, k] (0: the op has none) on `gpu` ("nvidia-h200")."""
-    rows = _table(gpu).get(op, {}).get(f"{n}x{k}" if n else "*")
+def tile(
+    op: str, gpu: str, formula: Formula, m: int, n: int = 0, k: int = 0, *, in_parts: bool = False
+) -> Tile:
+    """The tile of `op` for M rows and a weight [n, k] (0: the op has none) on `gpu` ("nvidia-h200").
+
+    in_parts: of a product that may leave partial sums.
+    """
+    table, key = _table(gpu), f"{n}x{k}" if n else "*"
+    rows = table.get(op, {}).get(key)
     if rows is None:
         _say_once(op, gpu, n, k)
         return formula(m, n, k)
+    if in_parts:
+        rows = table.get(f"{op} in parts", {}).get(key, []) + rows
     return next(entry for upper, entry in rows if upper is None or m <= upper)
 
 

@@ -56,7 +56,7 @@ def _multiply(x: Tensor, words: Tensor, scale_zero: Tensor, in_parts: bool) -> T
     if not (m and n):
         return x.new_empty(m, n)
     choose = partial(formula, cores=_cores())
-    config = tile("w4a16", _gpu(), choose, m, n, k)
+    config = tile("w4a16", _gpu(), choose, m, n, k, in_parts=in_parts)
     if ("BY_WARPS" in config and group % INPUTS) or ("QUARTERS" in config and group != INPUTS):
         config = choose(m, n, k)
     if "DEQUANTIZE" in config:
@@ -198,26 +198,26 @@ def offline_variants() -> Iterator[Variant]:
     choose = partial(formula, cores=132)
     found: dict[str, Variant] = {}
     for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (4864, 896)):
-        for m in (1, 16, 32, 64, 128, 256, 512, 1024):
-            config = tile("w4a16", "nvidia-h200", choose, m, n, k)
-            if "DEQUANTIZE" in config:
-                continue
-            if "QUARTERS" in config:
-                for element in ("bf16", "fp16"):
-                    variant = variant_by_quarters(config, element)
-                    found[variant.name] = variant
-                continue
-            how = plan(config, m, n, k)
-            rows, parts = how.rows, how.equal_parts(n)
-            kinds = [(128, torch.bfloat16, 0), (128, torch.float16, 0), (64, torch.bfloat16, 0)]
-            if "BY_WARPS" in config:
-                kinds = kinds[:2]  # the formula's for smaller groups
-            for group, dtype, count in kinds + [(128, torch.bfloat16, parts)] * (parts > 0):
-                variant = _variant(config, rows, group, k, dtype, count)
-                found[variant.name] = variant
-            adding = adding_variant((config["BM"], rows), "bf16")
-            found[adding.name] = adding
+        for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
+            config = tile("w4a16", "nvidia-h200", choose, m, n, k, in_parts=m == 1)
+            found |= {variant.name: variant for variant in _variants(config, m, n, k)}
     yield from found.values()
+
+
+def _variants(config: Tile, m: int, n: int, k: int) -> Iterator[Variant]:
+    """Of the kernels that a row of the table means for a size."""
+    if "QUARTERS" in config:
+        yield from (variant_by_quarters(config, element) for element in ("bf16", "fp16"))
+    elif "DEQUANTIZE" not in config:
+        how = plan(config, m, n, k)
+        kinds = [(128, torch.bfloat16, 0), (128, torch.float16, 0)]
+        if "BY_WARPS" not in config:  # smaller groups have the formula's tile instead
+            kinds.append((64, torch.bfloat16, 0))
+        if parts := how.equal_parts(n):
+            kinds.append((128, torch.bfloat16, parts))
+        for group, dtype, count in kinds:
+            yield _variant(config, how.rows, group, k, dtype, count)
+        yield adding_variant((config["BM"], how.rows), "bf16")
 
 
 def _variant(config: Tile, rows: int, group: int, k: int, dtype: torch.dtype, parts: int) -> Variant:

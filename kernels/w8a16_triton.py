@@ -64,7 +64,7 @@ def multiply(
     check(x, n, x.dtype)
     if m == 0:
         return torch.empty(0, n, dtype=x.dtype, device=x.device)
-    entry = tile(op, table_of(x.device), formula, m, n, k)
+    entry = tile(op, table_of(x.device), formula, m, n, k, in_parts=in_parts)
     return run(entry, x, weight, weight_scale, bias, fp8, in_parts)
 
 

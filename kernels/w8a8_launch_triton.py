@@ -72,7 +72,7 @@ class Product:
         if dtype is torch.float32:  # twice the shared memory for results: only the smaller tiles leave it
             entry = self.formula(min(m, 256), n, k)
         else:
-            entry = tile(op, table_of(codes.device), self.formula, m, n, k)
+            entry = tile(op, table_of(codes.device), self.formula, m, n, k, in_parts=in_parts)
         return self.run(entry, codes, scale, weight, weight_scale, dtype, bias, in_parts)
 
     def run(
@@ -108,7 +108,7 @@ class Product:
     def variants(self, *ops: str) -> Iterator[Variant]:
         """The tables' tiles for Llama-8B's weights, and the formula's."""
         found = {
-            (op, tuple(sorted(same_code(tile(op, MEASURED, self.formula, m, n, k)).items())))
+            (op, tuple(sorted(same_code(tile(op, MEASURED, self.formula, m, n, k, in_parts=m == 1)).items())))
             for op in ops
             for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
             for m in (1, 16, 32, 64, 128, 256, 512, 1024, 4096)

@@ -76,6 +76,9 @@ def test_every_row_of_the_table(n: int, k: int) -> None:
         assert error_ratio(out, exact(x, weight)) < BOUND[torch.bfloat16], m
         for _ in range(3):
             assert torch.equal(out, w4a16_triton.w4a16_fragments(x, **packed)), m
+        parts = w4a16_triton.w4a16_parts(x, **packed)
+        total = parts.sum(0) if parts.dim() == 3 else parts
+        assert error_ratio(total, exact(x, weight)) < BOUND[torch.bfloat16], m
 
 
 @pytest.mark.parametrize("bm", [shape["BM"] for _, shape in FORMULA])

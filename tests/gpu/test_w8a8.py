@@ -134,9 +134,10 @@ def test_a_row_of_nan_stays_alone():
 
 
 @pytest.mark.parametrize("m", [1, 16, 128, 200])
-def test_parts_add_up(m):
-    weight, weight_scale = int8_codes(4096, 14336), scales(4096)
-    codes, scale = int8_codes(m, 14336), scales(m, 1)
+@pytest.mark.parametrize(("n", "k"), [(4096, 14336), (4096, 4096)])
+def test_parts_add_up(n, k, m):
+    weight, weight_scale = int8_codes(n, k), scales(n)
+    codes, scale = int8_codes(m, k), scales(m, 1)
     parts = w8a8_int8_triton.w8a8_int8_parts(codes, scale, to_panels(weight), weight_scale, torch.bfloat16)
     assert parts.dim() == 3
     assert parts.dtype is torch.float32
