@@ -15,13 +15,13 @@ from math import prod
 import torch
 
 from qinfer.calibrate.devices import fast_dtype, working_on
-from qinfer.calibrate.job import QuantizeJob
-from qinfer.calibrate.mixing import average_bits, next_step, ranked, within_budget
+from qinfer.calibrate.job import QuantizeJob, unit_name
+from qinfer.calibrate.mixing import average_bits, cure_of, next_step, ranked, within_budget
 from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
 from qinfer.checkpoint.checkpoint import CPU
-from qinfer.checkpoint.names import global_tensors, layer_modules, layer_tensors, num_weights
+from qinfer.checkpoint.names import global_tensors, layer_groups, layer_modules, layer_tensors, num_weights
 from qinfer.config import ModelConfig
 from qinfer.quant import W4A16, Scheme
 
@@ -81,24 +81,35 @@ def order_of(job: QuantizeJob) -> list[Unit]:
     return ranked(job.source.config, job.costs, job.recipe.scheme, job.storage.itemsize)
 
 
+def resumed(job: QuantizeJob, made: QuantizeReport) -> QuantizeJob:
+    """The job at the step that `made` tells of, whose costs need not be measured again."""
+    config, cure = job.source.config, cure_of(job.recipe.scheme)
+    units = [(i, group.name) for i in range(config.num_layers) for group in layer_groups(config)]
+    return replace(
+        job,
+        costs={unit: made.sensitivity[unit_name(unit)] for unit in units},
+        mix={unit: cure for unit in units if unit_name(unit) in made.mix},
+    )
+
+
 def run_until(
     job: QuantizeJob,
     passes: Callable[[QuantizeReport], bool],
     *,
+    made: QuantizeReport | None = None,
     budget: float | None = None,
     progress: bool = True,
     extra_files: Mapping[str, str] | None = None,
 ) -> QuantizeReport:
     """Quantizes and asks `passes`; while it says no, raises the next tenth of the units and does so again.
 
-    Ends with what was made last where all units are raised, or the next step would exceed `budget`.
+    `made` is the report where the job's checkpoint lies there already. Ends with what was made last where all
+    units are raised, or the next step would exceed `budget`.
     """
     order = order_of(job)
     _say_who_reads(job.recipe.scheme)
-    while True:
-        report = run(job, progress=progress, extra_files=extra_files)
-        if passes(report):
-            return report
+    report = made or run(job, progress=progress, extra_files=extra_files)
+    while not passes(report):
         mix = next_step(order, job.mix, job.recipe.scheme)
         bits = average_bits(job.source.config, job.recipe.scheme, mix, job.storage.itemsize)
         if mix == job.mix or (budget is not None and bits > budget):
@@ -111,3 +122,5 @@ def run_until(
             return report
         logger.warning("not passed: raising %d of %d units, %.2f bits per weight", len(mix), len(order), bits)
         job = replace(job, mix=mix, overwrite=True)
+        report = run(job, progress=progress, extra_files=extra_files)
+    return report

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from qinfer import compare, waiting
+from qinfer import compare, reading, waiting
 from qinfer.errors import check_counts
 from qinfer.evals import certificate, report
 from qinfer.evals.gate import GateResult
@@ -45,3 +47,24 @@ def certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> Ga
         report.write(checkpoint.path / PAGE_NAME, result, kinds=("html",))
         waiting.is_over(checkpoint.path)
     return result
+
+
+@dataclass
+class Judge:
+    """Has the gate judge what lies in a folder, as often as that changes; `last` is what it said then."""
+
+    folder: Path
+    source: reading.OpenModel
+    profile: str
+    seal: Seal
+    progress: bool
+    last: GateResult | None = None
+
+    def passes(self, *, explain: bool = True) -> bool:
+        """Judges and certifies; without `explain` a failure is not looked into."""
+        gc.collect()  # what calibration held is gone before two models are loaded
+        candidate = reading.open_model(str(self.folder))
+        serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
+        comparison = compare.Comparison(candidate, serving, self.source, self.profile, explain=explain)
+        self.last = certify(comparison, self.seal, progress=self.progress)
+        return self.last.verdict == "PASS"

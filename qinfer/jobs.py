@@ -7,10 +7,8 @@ an exit code, and serving obeys it. Only a quantized candidate gets a certificat
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -18,7 +16,7 @@ from qinfer import compare, reading, waiting
 from qinfer.calibrate import mixed_run, pipeline
 from qinfer.calibrate.data import DEFAULT_SEED, check_source
 from qinfer.calibrate.report import QuantizeReport
-from qinfer.certifying import Seal, certify
+from qinfer.certifying import Judge, Seal, certify
 from qinfer.errors import UserError, check_counts, check_flags, check_seed
 from qinfer.evals import report
 from qinfer.evals.budget import parse_budget
@@ -110,43 +108,59 @@ def quantize(
         "seed": seed,
         "device": device,
     }
-    call = waiting.call_of(source, {**settings, "budget": budget})
-    judged: list[GateResult] = []
-
-    def judge(_: QuantizeReport, *, explain: bool = True) -> bool:
-        gc.collect()  # what calibration held is gone before two models are loaded
-        candidate = reading.open_model(str(folder))
-        serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
-        comparison = compare.Comparison(candidate, serving, source, profile, explain=explain)
-        judged.append(certify(comparison, seal, progress=progress))
-        return judged[-1].verdict == "PASS"
-
-    made = waiting.found(folder, call, overwrite=overwrite) if gate and not until_gate else None
-    if made is None:
-        mixing = budget is not None or until_gate
+    call = waiting.call_of(source, {**settings, "budget": budget, "until_gate": until_gate})
+    judge = Judge(folder, source, profile, seal, progress)
+    made = waiting.found(folder, call, overwrite=overwrite) if gate else None
+    if made is None or until_gate:
         job = pipeline.prepare(
             source.checkpoint,
             source.tokenizer,
             folder,
-            overwrite=overwrite,
+            overwrite=overwrite or made is not None,
             resume=resume,
             progress=progress,
-            mixing=mixing,
+            mixing=budget is not None or until_gate,
             **settings,
         )
-        job = mixed_run.with_costs(job, progress=progress) if mixing else job
         if until_gate:
-            steps = partial(judge, explain=False)  # each failure is followed by another try
-            made = mixed_run.run_until(job, steps, budget=budget, progress=progress)
-            if judged[-1].verdict == "FAIL":
-                judge(made)  # what was measured is kept
-            return QuantizeResult(folder, made, judged[-1])
-        job = job if budget is None else mixed_run.within(job, budget)
+            return QuantizeResult(folder, _until_gate(job, made, judge, call, budget), judge.last)
+        if budget is not None:
+            job = mixed_run.within(mixed_run.with_costs(job, progress=progress), budget)
         made = pipeline.run(job, progress=progress, extra_files=waiting.note(call) if gate else {})
         del job
     if gate:
-        judge(made)
-    return QuantizeResult(folder, made, judged[-1] if judged else None)
+        judge.passes()
+    return QuantizeResult(folder, made, judge.last)
+
+
+def _until_gate(
+    job: pipeline.QuantizeJob,
+    made: QuantizeReport | None,
+    judge: Judge,
+    call: dict[str, Any],
+    budget: float | None,
+) -> QuantizeReport:
+    """Raises units until the gate passes, from the step on that an interrupted `call` had `made`."""
+
+    def passes(_: QuantizeReport) -> bool:
+        if judge.passes(explain=False):  # each failure is followed by another try
+            return True
+        waiting.wait(job.out, call)  # an interrupted run goes on from here
+        return False
+
+    if made is None:
+        job = mixed_run.with_costs(job, progress=judge.progress)
+    else:
+        job = mixed_run.resumed(job, made)
+    note = waiting.note(call)
+    made = mixed_run.run_until(
+        job, passes, made=made, budget=budget, progress=judge.progress, extra_files=note
+    )
+    waiting.is_over(job.out)
+    assert judge.last is not None
+    if judge.last.verdict == "FAIL":
+        judge.passes()  # what was measured is kept
+    return made
 
 
 class Options(TypedDict, total=False):

@@ -46,6 +46,12 @@ def note(call: dict[str, Any]) -> dict[str, str]:
     return {NAME: json.dumps(call, indent=1, default=repr)}
 
 
+def wait(folder: Path, call: dict[str, Any]) -> None:
+    """Leaves the note in a folder whose verdict is not the last word."""
+    for name, text in note(call).items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
 def found(folder: Path, call: dict[str, Any], *, overwrite: bool) -> QuantizeReport | None:
     """Report of the checkpoint that this very call made in `folder` and that waits for its verdict."""
     path = folder / NAME
