@@ -9,6 +9,7 @@ from qinfer import backend
 from qinfer.kernels import fused_norm as _fused_norm
 from qinfer.kernels import int8_row_cpu as _int8_row_cpu
 from qinfer.kernels import norm as _norm
+from qinfer.kernels import norm_cpu as _norm_cpu
 from qinfer.ops.forms import Activations, Codes, Parts, Product, is_int8_row
 
 
@@ -20,7 +21,7 @@ def add_rms_norm(
         return backend.run(_fused_norm.add_rms_norm_parts, x.sums, residual, weight, eps, offset, multiplier)
     if x.is_cuda:
         return backend.run(_norm.add_rms_norm, x, residual, weight, eps, offset, multiplier)
-    return _norm.add_rms_norm(x, residual, weight, eps, offset, multiplier)
+    return _norm_cpu.add_rms_norm(x, residual, weight, eps, offset, multiplier)
 
 
 _ADD_NORM_TO = {
@@ -64,7 +65,7 @@ def rms_norm(x: Product, weight: Tensor, eps: float, *, offset: float = 0.0) -> 
         return backend.run(_fused_norm.rms_norm_parts, x.sums, weight, eps, offset, x.dtype)
     if x.is_cuda:
         return backend.run(_norm.rms_norm, x, weight, eps, offset)
-    return _norm.rms_norm(x, weight, eps, offset)
+    return _norm_cpu.rms_norm(x, weight, eps, offset)
 
 
 _NORM_TO = {torch.int8: _fused_norm.rms_norm_int8, torch.float8_e4m3fn: _fused_norm.rms_norm_fp8}
