@@ -32,23 +32,23 @@ def pack(codes: Tensor, num_bits: int) -> Tensor:
     assert num_bits in (4, 8)
     rows, columns = codes.shape
     per_word = WORD_BITS // num_bits
-    words = packed_length(columns, num_bits)
-    unsigned = torch.zeros(rows, words * per_word, dtype=torch.int64, device=codes.device)
-    unsigned[:, :columns] = codes.to(torch.int64) + (1 << (num_bits - 1))
-    shifts = torch.arange(per_word, device=codes.device) * num_bits
-    packed = (unsigned.view(rows, words, per_word) << shifts).sum(-1)
-    # A word above 2^31 is the negative int32 of the same bits.
-    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+    unsigned = torch.zeros(
+        rows, packed_length(columns, num_bits) * per_word, dtype=torch.uint8, device=codes.device
+    )
+    unsigned[:, :columns] = codes.view(torch.uint8) + (1 << (num_bits - 1))  # modulo 256
+    if num_bits == 4:
+        unsigned = unsigned[:, ::2] | (unsigned[:, 1::2] << 4)
+    return unsigned.view(torch.int32)
 
 
 def unpack(packed: Tensor, num_bits: int, columns: int) -> Tensor:
     """Signed codes, int8 [R, columns], of int32 [R, words]; the padding is dropped."""
     assert packed.dtype is torch.int32
     assert num_bits in (4, 8)
-    shifts = torch.arange(WORD_BITS // num_bits, device=packed.device, dtype=torch.int32) * num_bits
-    unsigned = (packed.unsqueeze(-1) >> shifts) & ((1 << num_bits) - 1)
-    codes = unsigned.view(packed.shape[0], -1)[:, :columns] - (1 << (num_bits - 1))
-    return codes.to(torch.int8)
+    unsigned = packed.contiguous().view(torch.uint8)
+    if num_bits == 4:
+        unsigned = torch.stack((unsigned & 15, unsigned >> 4), -1).flatten(1)
+    return (unsigned[:, :columns] - (1 << (num_bits - 1))).view(torch.int8)
 
 
 def pack_zero_points(zero_points: Tensor, num_bits: int) -> Tensor:
