@@ -39,9 +39,13 @@ ROWS: dict[str, tuple[str, str]] = {
     "int8": ("w8a8-int8", "smoothquant"),
     "int8-gptq": ("w8a8-int8", "smoothquant+gptq"),
     "fp8": ("w8a8-fp8", "rtn"),
+    "fp8-smoothquant": ("w8a8-fp8", "smoothquant"),
+    "fp8-gptq": ("w8a8-fp8", "gptq"),
     "fp8-static": ("w8a8-fp8-static", "rtn"),
     "fp8-block": ("w8a8-fp8-block", "rtn"),
+    "fp8-block-gptq": ("w8a8-fp8-block", "gptq"),
     "w8a16": ("w8a16-int8", "rtn"),
+    "w8a16-gptq": ("w8a16-int8", "gptq"),
     "w8a16-fp8": ("w8a16-fp8", "rtn"),
     "w4-rtn": ("w4a16", "rtn"),
     "awq": ("w4a16", "awq"),
@@ -49,7 +53,7 @@ ROWS: dict[str, tuple[str, str]] = {
     "awq+gptq": ("w4a16", "awq+gptq"),
     "mix": ("w4a16", "awq+gptq"),
 }
-RTN = {"w8a8-int8": "int8-rtn", "w4a16": "w4-rtn"}
+RTN = {scheme: name for name, (scheme, method) in ROWS.items() if method == "rtn"}
 
 
 class Reader:
@@ -121,12 +125,13 @@ def summary(row: dict[str, Any], rtn: dict[str, Any] | None) -> str:
     """The row's line; `rtn` is that of its scheme."""
     kl = row["windows"]["kl"]
     error = statistics.stdev(kl) / math.sqrt(len(kl))
-    line = f"{row['name']:<12}{row['bits']:6.2f} bits  KL {statistics.mean(kl):.5f} +- {error:.5f}"
+    line = f"{row['name']:<16}{row['bits']:6.2f} bits  KL {statistics.mean(kl):.5f} +- {error:.5f}"
     line += f"  top-1 {100 * statistics.mean(row['windows']['top1']):.2f} %"
     line += f"  ppl x{math.exp(statistics.mean(row['windows']['dnll'])):.4f}"
     line += f"  {row['seconds']:.0f} s, {row['cpu_seconds']:.0f} of a processor"
-    if rtn is not None and rtn is not row and len(rtn["windows"]["kl"]) == len(kl):
-        gains = [a - b for a, b in zip(rtn["windows"]["kl"], kl, strict=True)]
+    if rtn is not None and rtn is not row and len(rtn["windows"]["kl"]) % len(kl) == 0:
+        every = len(rtn["windows"]["kl"]) // len(kl)  # which of them `Reader` takes where it takes fewer
+        gains = [a - b for a, b in zip(rtn["windows"]["kl"][::every], kl, strict=True)]
         spread = statistics.stdev(gains) / math.sqrt(len(gains))
         line += (
             f"  better than rtn by {statistics.mean(gains):.5f}, t = {statistics.mean(gains) / spread:.1f}"
@@ -160,7 +165,7 @@ def main() -> None:
             with torch.inference_mode():
                 row["windows"] = reader.compare(Path(folder) / "out")
         by_name[name] = row
-        print(summary(row, by_name.get(RTN.get(ROWS[name][0], ""))), flush=True)
+        print(summary(row, by_name.get(RTN[ROWS[name][0]])), flush=True)
         if options.out:
             document["rows"] = list(by_name.values())
             options.out.write_text(json.dumps(document, indent=1) + "\n")
