@@ -9,9 +9,9 @@ import time
 
 from qinfer.detokenizer import Detokenizer
 from qinfer.engine.options import StepCounts
-from qinfer.engine.plan import StepPlan
-from qinfer.engine.request import Sequence
+from qinfer.engine.request import Request, Sequence
 from qinfer.engine.sampler import Sampled
+from qinfer.engine.steps import Step
 from qinfer.tokenizer import Tokenizer
 
 
@@ -27,26 +27,32 @@ class Books:
         self._tokenizer = tokenizer
         self._detokenizers: dict[int, Detokenizer] = {}
 
-    def count(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+    def count(self, step: Step) -> None:
         """Notes what a step has computed; a chunk of one token past the prompt is decode."""
-        prefill = num_prefills = new = 0
-        for chunk, seq in zip(plan.chunks, sequences, strict=True):
-            new += chunk.sample
-            if chunk.stop - chunk.start > 1 or chunk.start < seq.num_prompt:
-                prefill += chunk.stop - chunk.start
-                num_prefills += 1
-        self.last_step = StepCounts(prefill, new, num_prefills, len(sequences) - num_prefills)
+        prompts = [
+            chunk.stop - chunk.start
+            for chunk, seq in zip(step.plan.chunks, step.sequences, strict=True)
+            if not chunk.pending and (chunk.stop - chunk.start > 1 or chunk.start < seq.num_prompt)
+        ]
+        num_decodes = len(step.sequences) - len(prompts)
+        self.last_step = StepCounts(sum(prompts), len(step.ready), len(prompts), num_decodes)
 
     def take(self, seq: Sequence, sampled: Sampled, now: float) -> str | None:
         """Books a token that the sequence has got at `now`; returns the stop string that it completes."""
-        self._count(seq, now)
+        metrics = seq.request.metrics
+        self.generation_tokens += 1
+        metrics.num_generation_tokens += 1
+        metrics.last_token_ts = now
+        if not metrics.first_token_ts:
+            self._count_prompt(seq.request, now)
         if sampled.logprobs is not None:
             seq.logprobs.append(sampled.logprobs)
             seq.cumulative_logprob += sampled.logprobs[sampled.token_id].logprob
-        detokenizer = self._detokenizer(seq)
-        hidden = seq.finish_reason == "stop" and not seq.request.params.include_stop_str_in_output
-        if detokenizer is None or hidden:
+        detokenizer = self._detokenizers.get(seq.seq_id) or self._new_detokenizer(seq)
+        if detokenizer is None:
             return None
+        if seq.finish_reason == "stop" and not seq.request.params.include_stop_str_in_output:
+            return None  # the token that ends it is not shown
         detokenizer.push((sampled.token_id,))
         seq.text = detokenizer.text
         return detokenizer.stop_reason
@@ -62,21 +68,13 @@ class Books:
         """Drops what belongs to a sequence that nobody waits for."""
         self._detokenizers.pop(seq.seq_id, None)
 
-    def _count(self, seq: Sequence, now: float) -> None:
-        request, metrics = seq.request, seq.request.metrics
-        self.generation_tokens += 1
-        metrics.num_generation_tokens += 1
-        metrics.last_token_ts = now
-        if not metrics.first_token_ts:
-            metrics.first_token_ts = now
-            metrics.first_token_latency = time.time() - metrics.arrival_time
-            self.prompt_tokens += len(request.prompt_ids)
-            self.cached_tokens += request.num_cached or 0
+    def _count_prompt(self, request: Request, now: float) -> None:
+        request.metrics.first_token_ts = now
+        request.metrics.first_token_latency = time.time() - request.metrics.arrival_time
+        self.prompt_tokens += len(request.prompt_ids)
+        self.cached_tokens += request.num_cached or 0
 
-    def _detokenizer(self, seq: Sequence) -> Detokenizer | None:
-        found = self._detokenizers.get(seq.seq_id)
-        if found is not None:
-            return found
+    def _new_detokenizer(self, seq: Sequence) -> Detokenizer | None:
         params = seq.request.params
         if self._tokenizer is None or not params.detokenize:
             return None

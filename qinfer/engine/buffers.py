@@ -30,23 +30,31 @@ class StepBuffers:
         self._tables = tables
         # rows of even lengths, so that all begin at multiples of 16 bytes
         self._widths = longest + longest % 2, num_lanes + num_lanes % 2
+        self._one_by_one = np.arange(self._widths[1])
         fixed = _BY_TOKEN * self._widths[0] + _BY_SEQUENCE * self._widths[1]
         self._arriving = torch.zeros(fixed + num_lanes * max_pages, dtype=torch.int64, device=device)
         self._table = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
         self._fixed = fixed
+        self._by_token, self._by_sequence = self._parts(self._arriving)
+        self._inputs: dict[Shape, StepInputs] = {}  # of steps that sample all rows, and draw none
 
     def inputs(self, shape: Shape, num_sampled: int | None = None, *, drawn: bool = False) -> StepInputs:
         """The tensors of a step of that shape; `num_sampled` rows are to be sampled, None: all."""
-        by_token, by_sequence = self._parts(self._arriving)
-        token_ids, positions, slots, lanes = by_token[:, : shape.num_tokens]
-        seq_lens, query_starts, sample_rows, *_ = by_sequence
-        batch = ops.PagedBatch(
-            self._table[: shape.num_seqs], seq_lens[: shape.num_seqs], query_starts[: shape.num_seqs + 1]
-        )
-        rows = None if num_sampled is None else sample_rows[:num_sampled]
-        num_drawn = shape.num_tokens if num_sampled is None else num_sampled
-        draw = by_sequence[3:, :num_drawn].view(torch.float64) if drawn else None
-        return StepInputs(token_ids, positions, slots, batch, lanes, rows, draw)
+        found = self._inputs.get(shape)
+        if found is None:
+            token_ids, positions, slots, lanes = self._by_token[:, : shape.num_tokens]
+            batch = ops.PagedBatch(
+                self._table[: shape.num_seqs],
+                self._by_sequence[0, : shape.num_seqs],
+                self._by_sequence[1, : shape.num_seqs + 1],
+            )
+            found = self._inputs[shape] = StepInputs(token_ids, positions, slots, batch, lanes, None, None)
+        if num_sampled is not None:
+            found = found._replace(sample_rows=self._by_sequence[2, :num_sampled])
+        if drawn:
+            num_drawn = shape.num_tokens if num_sampled is None else num_sampled
+            found = found._replace(draw=self._by_sequence[3:, :num_drawn].view(torch.float64))
+        return found
 
     def clear(self) -> None:
         """Leaves nothing but padding, which suits every shape; what a step leaves suits its own alone."""
@@ -70,15 +78,14 @@ class StepBuffers:
     def _write(self, pinned: Tensor, arrays: StepArrays, draw: Draw | None) -> None:
         by_token, by_sequence = (part.numpy() for part in self._parts(pinned))
         count = len(arrays.lanes)
+        by_token[:] = by_sequence[:] = 0
         rows: tuple[Ints, ...] = arrays.token_ids, arrays.positions, arrays.slots, arrays.row_lanes
         for target, source in zip(by_token, rows, strict=True):
             target[: len(source)] = source
-            target[len(source) :] = 0
         by_token[3, len(arrays.token_ids) :] = len(self._tables.pages) - 1  # nobody's lane
-        by_sequence[:] = 0
         by_sequence[0, :count] = arrays.seq_lens
         if arrays.is_decode:
-            by_sequence[1] = np.arange(self._widths[1])
+            by_sequence[1] = self._one_by_one
         else:
             by_sequence[1, : count + 1] = arrays.query_starts
             by_sequence[1, count + 1 :] = arrays.query_starts[-1]

@@ -5,7 +5,7 @@ A step asks the scheduler for a plan, runs it, and books the tokens:
     plan = scheduler.schedule()            ids and counts
     launched = runner.launch(plan, ...)    tensors
     tokens = launched.tokens()             one per sequence that has caught up
-    scheduler.commit(plan, tokens)         ids again; ends by id and by count
+    scheduler.commit(tokens)               ids again; ends by id and by count
     books.take(...)                        counters, text; ends by stop strings
 
 On a GPU, which must not wait for all that, `step` launches its plan first and then books the one before,
@@ -162,7 +162,7 @@ class Engine:
         changed = self.scheduler.take_outgrown()
         for seq in changed:
             self._end(seq)
-        step = Step(plan, self._roster.sequences_of(plan))
+        step = Step.of(plan, self._roster)
         before, self._under_way = self._under_way, None
         at_once = not self.runner.overlaps or self._roster.looks_back(step.sequences)
         if step.sequences and not at_once:
@@ -239,28 +239,19 @@ class Engine:
 
     def _book(self, step: Step, sampled: list[Sampled]) -> list[TokenSequence]:
         """Books a step and its tokens, but for sequences that have ended meanwhile; returns the others."""
-        self._books.count(step.plan, step.sequences)
-        ready = step.ready
-        results = {
-            seq.seq_id: result
-            for seq, result in zip(ready, sampled, strict=True)
-            if seq.finish_reason is None
-        }
-        tokens = {seq_id: result.token_id for seq_id, result in results.items() if not result.broken}
+        self._books.count(step)
+        got = [pair for pair in zip(step.ready, sampled, strict=True) if pair[0].finish_reason is None]
+        self.scheduler.commit({seq.seq_id: result.token_id for seq, result in got if result.token_id >= 0})
         now = time.monotonic()
-        for seq in self.scheduler.commit(step.plan, tokens):
-            stop = self._books.take(seq, results[seq.seq_id], now)
-            if stop is not None:
+        for seq, result in got:
+            if result.token_id < 0:
+                logger.error("request %s ends: its logits are not numbers", seq.request.request_id)
+                self.scheduler.finish(seq, "error")
+            elif (stop := self._books.take(seq, result, now)) is not None:
                 self.scheduler.finish(seq, "stop", stop)
             if seq.finish_reason is not None:
                 self._end(seq)
-        changed = [seq for seq in ready if seq.seq_id in results]
-        for seq in changed:
-            if results[seq.seq_id].broken:
-                logger.error("request %s ends: its logits are not numbers", seq.request.request_id)
-                self.scheduler.finish(seq, "error")
-                self._end(seq)
-        return changed
+        return [seq for seq, _ in got]
 
     def _end(self, seq: TokenSequence) -> None:
         """Last things of a sequence that the scheduler has ended."""

@@ -11,6 +11,7 @@ Small steps on a GPU are padded to few shapes and lie at fixed places: `buffers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.engine.options import StepLimits
-from qinfer.engine.plan import StepPlan
+from qinfer.engine.plan import Chunk, StepPlan
 from qinfer.engine.sampler import Draw
 
 Ints: TypeAlias = "np.ndarray[Any, Any]"
@@ -75,12 +76,11 @@ class StepArrays(NamedTuple):
 def step_arrays(plan: StepPlan, token_ids: Mapping[int, Sequence[int]], tables: Tables) -> StepArrays:
     """Ints of a plan that has at least one chunk; `token_ids` by sequence, of those that are not pending."""
     count = len(plan.chunks)
-    _, *columns = zip(*plan.chunks, strict=True)  # Chunk's fields
-    pages = columns.pop(2)
-    starts, stops, lanes = (np.fromiter(columns[i], np.int64, count) for i in (0, 1, 3))
-    sample, pending, new_pages = (np.fromiter(columns[i], np.bool_, count) for i in (2, 4, 5))
-    for i in new_pages.nonzero()[0]:
-        tables.pages[lanes[i], : len(pages[i])] = pages[i]
+    fields = len(Chunk._fields)
+    numbers = np.fromiter(chain.from_iterable(plan.chunks), np.int64, count * fields)
+    _, starts, stops, sample, lanes, pending = numbers.reshape(count, fields).T.copy()
+    for lane, pages in plan.pages.items():
+        tables.pages[lane, : len(pages)] = pages
     lengths = stops - starts
     query_starts = np.zeros(count + 1, dtype=np.int64)
     np.cumsum(lengths, out=query_starts[1:])
@@ -89,12 +89,12 @@ def step_arrays(plan: StepPlan, token_ids: Mapping[int, Sequence[int]], tables: 
         owner = np.repeat(lanes, lengths)
         positions = np.arange(query_starts[-1]) + np.repeat(stops - query_starts[1:], lengths)
     ids = np.full(len(positions), UNKNOWN, dtype=np.int64)
-    for i in (~pending).nonzero()[0]:
+    for i in (pending == 0).nonzero()[0]:
         known = token_ids[plan.chunks[i].seq_id][starts[i] : stops[i]]
         ids[query_starts[i] : query_starts[i + 1]] = known
     size = tables.page_size
     slots = tables.pages[owner, positions // size] * size + positions % size
-    sample_rows = (query_starts[1:] - 1)[sample]
+    sample_rows = (query_starts[1:] - 1)[sample == 1]
     width = -(-int(stops.max()) // size)
     return StepArrays(ids, positions, slots, stops, query_starts, lanes, sample_rows, width)
 

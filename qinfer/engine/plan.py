@@ -1,6 +1,6 @@
 """One step's work as plain ints: what the scheduler says and the runner obeys. No torch."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from qinfer.engine.options import StepLimits
@@ -19,17 +19,20 @@ class Chunk(NamedTuple):
     seq_id: int
     start: int
     stop: int
-    pages: Sequence[int]  # of the sequence, at least up to stop; the list goes on growing with it
     sample: bool  # stop reaches the sequence's end, so its last row is sampled
     lane: int = 0  # below max_num_seqs
     pending: bool = False  # its one token is what the lane's step before samples: nobody knows it yet
-    new_pages: bool = True  # not those of the lane's chunk before: some came on, or all are others
 
 
 class StepPlan(NamedTuple):
-    """All chunks of one step, in scheduling order."""
+    """All chunks of one step, in scheduling order.
+
+    `pages` of a lane are its sequence's, at least up to stop. They are given where some came on, or all are
+    others, and stand until then. A list goes on growing with its sequence.
+    """
 
     chunks: tuple[Chunk, ...]
+    pages: Mapping[int, Sequence[int]]
 
 
 class Shape(NamedTuple):

@@ -56,6 +56,11 @@ class Request:
     pool: Pool | None = None  # where a vector is wanted, and no answer
     continuation: Continuation | None = None  # where the prompt's own end is to be scored, and no answer
 
+    def __post_init__(self) -> None:
+        p = self.params
+        # temperature, top_k, top_p, min_p; None: greedy
+        self.draws_by = None if p.greedy else (p.temperature, p.top_k, p.top_p, p.min_p)
+
     @property
     def finished(self) -> bool:
         return all(seq.finish_reason is not None for seq in self.sequences)
@@ -111,7 +116,6 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0  # tokens that steps under way will add
     lane: int = -1  # the runner's place for it, while it runs
-    new_pages: bool = False  # since its last chunk
     pages: list[int] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)  # of full pages, as far as they were needed
     num_published: int = 0  # leading pages that the prefix cache knows
@@ -123,7 +127,9 @@ class Sequence:
     constraint: Constraint | None = None  # its place in the grammar that binds it
 
     def __post_init__(self) -> None:
-        self.max_length = len(self.request.prompt_ids) + self.request.rules.max_tokens
+        rules = self.request.rules
+        self.max_length = len(self.request.prompt_ids) + rules.max_tokens
+        self.ends = rules.blocked_ids
 
     @property
     def num_prompt(self) -> int:
@@ -169,7 +175,12 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Takes the next token and ends the sequence where the rules say so."""
         self.token_ids.append(token_id)
-        rules, count = self.request.rules, len(self.token_ids) - len(self.request.prompt_ids)
+        longest = len(self.token_ids) >= self.max_length
+        if longest or token_id in self.ends or self.request.rules.repetition is not None:
+            self._end_by_rules(token_id)
+
+    def _end_by_rules(self, token_id: int) -> None:
+        rules, count = self.request.rules, self.num_output
         if count >= rules.min_tokens and token_id in rules.eos_ids:
             self.finish_reason = "stop"
         elif count >= rules.min_tokens and token_id in rules.stop_ids:

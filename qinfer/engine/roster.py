@@ -22,6 +22,7 @@ class Roster:
     def __init__(self) -> None:
         self.requests: dict[str, Request] = {}
         self.sequences: dict[int, Sequence] = {}
+        self.token_ids: dict[int, list[int]] = {}  # of these sequences
         self._numbers = count()
         self._may_look_back: set[str] = set()  # requests of which a sequence may
 
@@ -35,14 +36,15 @@ class Roster:
             seq.constraint = constraint
             request.sequences.append(seq)
             self.sequences[seq.seq_id] = seq
+            self.token_ids[seq.seq_id] = seq.token_ids
         return request.sequences
 
     def sequences_of(self, plan: StepPlan) -> list[Sequence]:
         """Those of a plan's chunks, stamped where it is their request's first step."""
         now = time.monotonic()
         sequences = [self.sequences[chunk.seq_id] for chunk in plan.chunks]
-        for seq in sequences:
-            if not seq.request.metrics.scheduled_ts:
+        for seq, chunk in zip(sequences, plan.chunks, strict=True):
+            if not (chunk.pending or seq.request.metrics.scheduled_ts):
                 seq.request.metrics.scheduled_ts = now
         return sequences
 
@@ -53,6 +55,7 @@ class Roster:
     def strike(self, seq: Sequence) -> None:
         """Takes out a sequence that has ended, with its request where it was the last."""
         self.sequences.pop(seq.seq_id, None)
+        self.token_ids.pop(seq.seq_id, None)
         if seq.request.finished:
             self.requests.pop(seq.request.request_id, None)
             self._may_look_back.discard(seq.request.request_id)

@@ -47,6 +47,7 @@ class _Computed(NamedTuple):
     hidden: Tensor
     inputs: StepInputs
     replayed: Shape | None
+    num_sampled: int
 
 
 class Launched(Protocol):
@@ -140,26 +141,25 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
         """Computes the plan's tokens, whose K and V are in the pages afterwards."""
-        hidden, inputs, replayed = self._compute(plan, token_ids, None)
+        hidden, inputs, replayed, num_sampled = self._compute(plan, token_ids, None)
         kept: dict[int, Tensor] = {}
-        row = num_sampled = 0
-        for chunk in plan.chunks:
+        row = 0
+        for chunk in plan.chunks if keep else ():
             stop = row + chunk.stop - chunk.start
             if chunk.seq_id in keep:
                 kept[chunk.seq_id] = hidden[row:stop] if replayed is None else hidden[row:stop].clone()
             row = stop
-            num_sampled += chunk.sample
         return StepOutput(self._sampled_logits(hidden, inputs)[:num_sampled], kept)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> Arriving:
         """As `run`, and chooses the tokens; nothing waits for the device."""
-        hidden, inputs, replayed = self._compute(plan, token_ids, draw)
+        hidden, inputs, replayed, num_sampled = self._compute(plan, token_ids, draw)
         if replayed is not None and self.graphs is not None and replayed.decodes and draw is None:
             ids = self.graphs.greedy(replayed)
         else:
             ids = self.choose(hidden, inputs, limited=draw is not None and draw.limited)
-        return Arriving(ids[: sum(chunk.sample for chunk in plan.chunks)])
+        return Arriving(ids[:num_sampled])
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
@@ -185,17 +185,17 @@ class Runner:
 
     def _compute(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> _Computed:
         arrays = step_arrays(plan, token_ids, self._tables)
-        shape = None
+        shape, num_sampled = None, len(arrays.sample_rows)
         if self.buffers is not None and backend.runs_kernels():
             num_tokens, num_seqs = len(arrays.token_ids), len(arrays.lanes)
             shape = shape_of(num_tokens, num_seqs, self.limits, decodes=arrays.is_decode)
         if self.buffers is None or shape is None:
             inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
-            return _Computed(self.forward(inputs), inputs, None)
+            return _Computed(self.forward(inputs), inputs, None, num_sampled)
         inputs = self.buffers.fill(arrays, draw, shape)
         if self.graphs is None:
-            return _Computed(self.forward(inputs), inputs, None)
-        return _Computed(self.graphs.replay(shape), inputs, shape)
+            return _Computed(self.forward(inputs), inputs, None, num_sampled)
+        return _Computed(self.graphs.replay(shape), inputs, shape, num_sampled)
 
     def _sampled_logits(self, hidden: Tensor, inputs: StepInputs, *, to_compare: bool = False) -> Tensor:
         """Of a decode step's padded rows too."""

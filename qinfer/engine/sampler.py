@@ -45,12 +45,11 @@ class Draw(NamedTuple):
 class Sampled(NamedTuple):
     """A chosen token, with its position's log-probabilities where they were asked for.
 
-    `broken`: the row held NaN, so that the token means nothing (an overflow in half precision).
+    The token is -1 where the row held NaN (an overflow in half precision).
     """
 
     token_id: int
     logprobs: dict[int, Logprob] | None = None
-    broken: bool = False
 
 
 def uniform(seed: int, position: int) -> float:
@@ -66,16 +65,15 @@ def slice_rows(vocab_size: int) -> int:
 
 def draw_of(sequences: list[Sequence]) -> Draw | None:
     """The numbers that decide about these sequences, whose tokens are pending; None where all are greedy."""
-    params = [seq.request.params for seq in sequences]
-    if all(p.greedy for p in params):
+    drawn = [i for i, seq in enumerate(sequences) if seq.request.draws_by is not None]
+    if not drawn:
         return None
-    rows = np.zeros((5, len(params)))
+    chosen = [sequences[i] for i in drawn]
+    rows = np.zeros((5, len(sequences)))
     rows[3] = 1.0
-    for i, (seq, p) in enumerate(zip(sequences, params, strict=True)):
-        if not p.greedy:
-            number = uniform(seed=seq.seed, position=seq.num_output + seq.num_pending - 1)
-            rows[:, i] = number, p.temperature, p.top_k, p.top_p, p.min_p
-    return Draw(rows, any(not p.greedy and (p.top_k or p.top_p < 1 or p.min_p) for p in params))
+    rows[0, drawn] = [uniform(seq.seed, seq.num_output + seq.num_pending - 1) for seq in chosen]
+    rows[1:, drawn] = np.array([seq.request.draws_by for seq in chosen]).T
+    return Draw(rows, bool(rows[2].any() or (rows[3] < 1.0).any() or rows[4].any()))
 
 
 def choose(logits: Tensor, rows: Tensor | None, *, limited: bool = False) -> Tensor:
@@ -104,9 +102,7 @@ def sample(logits: Tensor, sequences: list[Sequence], spell: Spell | None) -> li
         else:
             ids = choose(adjusted, torch.from_numpy(draw.rows).to(logits.device), limited=draw.limited)
         logprobs = _sample_logprobs(logits, ids.clamp(min=0), sequences, spell)
-        return [
-            Sampled(max(token, 0), logprobs.get(i), broken=token < 0) for i, token in enumerate(ids.tolist())
-        ]
+        return [Sampled(token, logprobs.get(i)) for i, token in enumerate(ids.tolist())]
 
 
 def describe(logits: Tensor, ids: Tensor, num_top: int, spell: Spell | None) -> list[dict[int, Logprob]]:

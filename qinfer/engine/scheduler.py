@@ -45,6 +45,7 @@ class Scheduler:
         self.prefix_queries = 0  # prompt tokens looked up
         self.prefix_hits = 0
         self._outgrown: list[Sequence] = []
+        self._new_pages: dict[int, list[int]] = {}  # of lanes, in the plan that is being made
         self._alive: dict[int, Sequence] = {}
         self._lanes = list(range(limits.max_num_seqs - 1, -1, -1))  # free ones, taken from the end
 
@@ -59,36 +60,33 @@ class Scheduler:
         Sequences that have outgrown the pool are ended on the way: see `take_outgrown`.
         """
         chunks: list[Chunk] = []
+        self._new_pages = {}
         budget = self._schedule_decodes(chunks, self.limits.max_num_batched_tokens)
         for seq in self.running:
             if budget and len(seq.token_ids) - seq.num_computed > 1:  # tokens under way are no prompt's
                 budget -= self._schedule_chunk(seq, min(seq.num_remaining, budget), chunks)
         self._admit(chunks, budget)
-        return StepPlan(tuple(chunks))
+        return StepPlan(tuple(chunks), self._new_pages)
 
-    def commit(self, plan: StepPlan, sampled: Mapping[int, int]) -> list[Sequence]:
-        """Books a step that has run, in order; `sampled` has the tokens of chunks with `sample`, by sequence.
+    def commit(self, sampled: Mapping[int, int]) -> None:
+        """Books a step that has run: tokens of its chunks with `sample`, by sequence, in the plan's order.
 
-        Returns the sequences that got one, in the plan's order; those that it ended have left. A token of one
-        that has ended since the plan was made is dropped.
+        Sequences that end by them leave. A token of one that has ended since the plan was made is dropped.
         """
         size = self.pages.page_size if self.pages.caching else 0
-        grown: list[Sequence] = []
         ended: list[tuple[Sequence, str]] = []
-        for chunk in plan.chunks:
-            seq = self._alive.get(chunk.seq_id)
-            if seq is None or chunk.seq_id not in sampled:
+        for seq_id, token in sampled.items():
+            seq = self._alive.get(seq_id)
+            if seq is None:
                 continue
             seq.num_pending -= 1
-            seq.append(sampled[chunk.seq_id])
+            seq.append(token)
             if size and seq.num_computed >= (seq.num_published + 1) * size:
                 self._publish(seq)
             if seq.finish_reason is not None:
                 ended.append((seq, seq.finish_reason))
-            grown.append(seq)
         for seq, reason in ended:
             self.finish(seq, reason, seq.stop_reason)
-        return grown
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """Ends a sequence and returns its pages; one that has left already just gets the reason."""
@@ -106,21 +104,22 @@ class Scheduler:
         return outgrown
 
     def _schedule_decodes(self, chunks: list[Chunk], budget: int) -> int:
-        running, size = self.running, self.pages.page_size
+        size = self.pages.page_size
         capacity = self.pages.num_pages * size
-        i = 0
-        while i < len(running):
-            seq = running[i]
-            pending = seq.num_pending
-            length = len(seq.token_ids) + pending
+        for seq in tuple(self.running):
+            start, known = seq.num_computed, len(seq.token_ids)
+            stop = known + seq.num_pending
+            if stop - start > 1:  # in the middle of its prompt, or preempted by one before it
+                continue
             # what is under way is its last: by count, or because no pool holds another token
-            waits = pending and (length >= seq.max_length or length > capacity)
-            if waits or length - seq.num_computed > 1:
-                i += 1
-            elif length <= len(seq.pages) * size or self._grow(seq):
-                budget -= self._schedule_chunk(seq, 1, chunks)
-                i += 1
-        return budget
+            if stop > known and (stop >= seq.max_length or stop > capacity):
+                continue
+            if stop > len(seq.pages) * size and not self._grow(seq):
+                continue
+            chunks.append(Chunk(seq.seq_id, start, stop, True, seq.lane, stop > known))
+            seq.num_computed = stop
+            seq.num_pending += 1
+        return budget - len(chunks)
 
     def _grow(self, seq: Sequence) -> bool:
         """Gets the page for the sequence's last token where it needs one; False: it runs no longer."""
@@ -135,7 +134,7 @@ class Scheduler:
                 if victim is seq:
                     return False
             seq.pages += pages.allocate(1)
-            seq.new_pages = True
+            self._new_pages[seq.lane] = seq.pages
         return True
 
     def _has_outgrown(self, seq: Sequence) -> bool:
@@ -166,10 +165,7 @@ class Scheduler:
         if self.pages.caching and stop >= (seq.num_published + 1) * self.pages.page_size:
             self._publish(seq)
         sample = stop == known + seq.num_pending
-        chunks.append(
-            Chunk(seq.seq_id, start, stop, seq.pages, sample, seq.lane, stop > known, seq.new_pages)
-        )
-        seq.new_pages = False
+        chunks.append(Chunk(seq.seq_id, start, stop, sample, seq.lane, stop > known))
         seq.num_pending += sample
         return count
 
@@ -207,7 +203,8 @@ class Scheduler:
         seq.pages = hit + self.pages.allocate(new)
         seq.num_computed = len(hit) * self.pages.page_size
         seq.num_published = len(hit)
-        seq.lane, seq.new_pages = self._lanes.pop(), True
+        seq.lane = self._lanes.pop()
+        self._new_pages[seq.lane] = seq.pages
         insort(self.running, seq, key=_rank)
         request = seq.request
         if seq.num_output == 0 and not request.metrics.num_preemptions:

@@ -42,8 +42,8 @@ class TextReader:
         try:
             for start in range(0, len(ids), limits.max_num_batched_tokens):
                 stop = min(len(ids), start + limits.max_num_batched_tokens)
-                chunk = Chunk(-1, start, stop, tuple(pages[: -(-stop // limits.block_size)]), sample=False)
-                yield self._runner.run(StepPlan((chunk,)), {-1: ids}, frozenset((-1,))).hidden[-1]
+                plan = StepPlan((Chunk(-1, start, stop, sample=False),), {0: pages})
+                yield self._runner.run(plan, {-1: ids}, frozenset((-1,))).hidden[-1]
         finally:
             self._pages.release(pages)
             self.held = []

@@ -7,7 +7,8 @@ from typing import NamedTuple
 from qinfer.engine.continuation import score_continuations
 from qinfer.engine.plan import StepPlan
 from qinfer.engine.request import Sequence
-from qinfer.engine.runner import Launched, StepRunner
+from qinfer.engine.roster import Roster
+from qinfer.engine.runner import Launched, StepRunner, TokenIds
 from qinfer.engine.sampler import Sampled, Spell, draw_of, sample
 from qinfer.engine.scoring import score_prompt
 
@@ -17,16 +18,15 @@ class Step(NamedTuple):
 
     plan: StepPlan
     sequences: list[Sequence]
+    ready: list[Sequence]  # those that get a token, in the plan's order
+    token_ids: TokenIds  # of its sequences among others
 
-    @property
-    def ready(self) -> list[Sequence]:
-        """Those that get a token, in the plan's order."""
-        return [seq for seq, chunk in zip(self.sequences, self.plan.chunks, strict=True) if chunk.sample]
-
-    @property
-    def token_ids(self) -> dict[int, list[int]]:
-        """The tokens of its sequences, as far as they are known."""
-        return {seq.seq_id: seq.token_ids for seq in self.sequences}
+    @classmethod
+    def of(cls, plan: StepPlan, roster: Roster) -> Step:
+        """A plan that was just made, for sequences that the roster knows."""
+        sequences = roster.sequences_of(plan)
+        ready = [seq for seq, chunk in zip(sequences, plan.chunks, strict=True) if chunk.sample]
+        return cls(plan, sequences, ready, roster.token_ids)
 
 
 class UnderWay(NamedTuple):
@@ -37,7 +37,7 @@ class UnderWay(NamedTuple):
 
     def sampled(self) -> list[Sampled]:
         """Waits for its tokens."""
-        return [Sampled(max(token, 0), broken=token < 0) for token in self.launched.tokens()]
+        return [Sampled(token) for token in self.launched.tokens()]
 
 
 def launch(step: Step, runner: StepRunner) -> UnderWay:
@@ -50,12 +50,11 @@ def run(step: Step, runner: StepRunner, rows: int, spell: Spell | None) -> list[
 
     At most `rows` rows of logits exist at a time for that; returns what `step.ready` got.
     """
-    plan, sequences = step
+    plan, sequences, ready, token_ids = step
     scored = frozenset(seq.seq_id for seq in sequences if seq.scores_prompt)
-    out = runner.run(plan, step.token_ids, scored)
+    out = runner.run(plan, token_ids, scored)
     score_continuations(plan, sequences, out, runner, rows)
     for seq, chunk in zip(sequences, plan.chunks, strict=True):
         if seq.seq_id in scored and seq.request.continuation is None:
             score_prompt(seq.request, chunk, out.hidden[seq.seq_id], runner, rows, spell)
-    ready = step.ready
     return sample(out.logits, ready, spell) if ready else []

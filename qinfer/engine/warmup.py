@@ -56,17 +56,12 @@ def compile_kernels(runner: Runner) -> None:
 def plans(limits: StepLimits) -> Iterator[StepPlan]:
     """Steps of single tokens for up to max_num_seqs sequences, then of prompts; all in page 1."""
     for count in sizes(limits.max_num_seqs):
-        yield StepPlan(tuple(Chunk(i, 0, 1, (1,), sample=True, lane=i) for i in range(count)))
+        yield _in_page_1([(0, 1)] * count, limits)
     for count in sizes(min(limits.max_num_batched_tokens, limits.max_num_seqs * limits.max_model_len)):
         starts = range(0, count, limits.max_model_len)
         lengths = [min(limits.max_model_len, count - start) for start in starts]
         if max(lengths) > 1:
-            yield StepPlan(
-                tuple(
-                    Chunk(i, 0, length, (1,) * -(-length // limits.block_size), sample=True, lane=i)
-                    for i, length in enumerate(lengths)
-                )
-            )
+            yield _in_page_1([(0, length) for length in lengths], limits)
 
 
 def largest_step(limits: StepLimits) -> StepPlan:
@@ -75,14 +70,19 @@ def largest_step(limits: StepLimits) -> StepPlan:
     For `Runner.run` or `launch` with any ids, all in page 1; what it leaves there is nobody's.
     """
     spare = limits.max_num_batched_tokens - limits.max_num_seqs
-    chunks = []
+    ranges = []
     for i in range(limits.max_num_seqs):
         length = 1 + min(spare, limits.max_model_len - 1)
         spare -= length - 1
         stop = length if i else limits.max_model_len
-        pages = (1,) * -(-stop // limits.block_size)
-        chunks.append(Chunk(i, stop - length, stop, pages, sample=True, lane=i))
-    return StepPlan(tuple(chunks))
+        ranges.append((stop - length, stop))
+    return _in_page_1(ranges, limits)
+
+
+def _in_page_1(ranges: list[tuple[int, int]], limits: StepLimits) -> StepPlan:
+    """Tokens [start, stop) of one sequence after the other."""
+    chunks = tuple(Chunk(i, start, stop, sample=True, lane=i) for i, (start, stop) in enumerate(ranges))
+    return StepPlan(chunks, {i: (1,) * -(-stop // limits.block_size) for i, (_, stop) in enumerate(ranges)})
 
 
 def sizes(largest: int) -> Iterator[int]:

@@ -238,7 +238,8 @@ def test_cleared_buffers_suit_every_shape() -> None:
     limits = StepLimits(256, 12, 8192, 16)
     tables = Tables(limits)
     buffers = StepBuffers(tables, limits, torch.device("cpu"))
-    plan = StepPlan((Chunk(0, 0, 189, list(range(1, 13)), True, 3), Chunk(1, 5, 6, [14], True, 4, True)))
+    chunks = Chunk(0, 0, 189, True, 3), Chunk(1, 5, 6, True, 4, True)
+    plan = StepPlan(chunks, {3: range(1, 13), 4: [14]})
     buffers.fill(step_arrays(plan, {0: [7] * 189}, tables), None, Shape(192, 12))
     left = buffers.inputs(Shape(192, 12), 2)
     assert left.batch.query_starts.tolist() == [0, 189] + [190] * 11

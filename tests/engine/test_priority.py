@@ -34,7 +34,7 @@ def make_sequence(seq_id: int, num_prompt: int, priority: int, max_tokens: int =
 def step(scheduler: Scheduler) -> list[int]:
     """One step in which every sampled token is 1; the sequences that start in it."""
     plan = scheduler.schedule()
-    scheduler.commit(plan, {chunk.seq_id: 1 for chunk in plan.chunks if chunk.sample})
+    scheduler.commit({chunk.seq_id: 1 for chunk in plan.chunks if chunk.sample})
     scheduler.pages.check([seq.pages for seq in scheduler.running])
     return [chunk.seq_id for chunk in plan.chunks if chunk.start == 0]
 

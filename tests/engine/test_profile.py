@@ -20,15 +20,15 @@ from qinfer.engine.warmup import largest_step
 @settings(max_examples=100)
 def test_the_largest_step_reaches_every_limit(longest: int, seqs: int, more: int, block_size: int) -> None:
     limits = StepLimits(longest, seqs, seqs + more, block_size)
-    chunks = largest_step(limits).chunks
+    chunks, pages = largest_step(limits)
     lengths = [chunk.stop - chunk.start for chunk in chunks]
     assert len(chunks) == seqs
     assert all(chunk.sample for chunk in chunks)
     assert sum(lengths) == min(limits.max_num_batched_tokens, seqs * longest)
     assert min(lengths) >= 1
     assert max(chunk.stop for chunk in chunks) == longest
-    assert all(len(chunk.pages) * block_size >= chunk.stop for chunk in chunks)
-    assert {page for chunk in chunks for page in chunk.pages} == {1}
+    assert all(len(pages[chunk.lane]) * block_size >= chunk.stop for chunk in chunks)
+    assert {page for held in pages.values() for page in held} == {1}
     assert [chunk.lane for chunk in chunks] == list(range(seqs))
 
 
