@@ -1,14 +1,20 @@
 """`qinfer serve` as a process: ready document, one answer, a clean end; and what it refuses at once."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qinfer import LLM, SamplingParams, jobs
 from qinfer.server.options import ServerOptions
 from qinfer.testing import tiny_model
 
@@ -18,32 +24,59 @@ def model(tmp_path_factory):
     return tiny_model("llama", tmp_path_factory.mktemp("serve") / "model")
 
 
-def test_serve_tells_when_it_is_ready_answers_and_ends_cleanly(model):
-    command = [sys.executable, "-m", "qinfer", "serve", str(model), "--port", "0", "--json"]
-    command += ["--served-model-name", "tiny", "--memory", "1GiB", "--max-num-seqs", "4"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+@contextmanager
+def served(model: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """The document that a serving process tells when it is ready; its end must be clean, and silent."""
+    command = [sys.executable, "-m", "qinfer", "serve", str(model), "--port", "0", "--json", *options]
+    command += ["--memory", "1GiB", "--max-num-seqs", "4"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, env=environment, **pipes) as server:
         try:
-            lines = []
+            lines: list[str] = []
             while not lines or lines[-1] not in ("}\n", ""):  # "": it ended
                 lines.append(server.stdout.readline())
             ready = json.loads("".join(lines))
-            body = json.dumps({"model": "tiny", "prompt": "hello", "max_tokens": 4, "temperature": 0})
-            request = urllib.request.Request(
-                f"{ready['url']}/v1/completions", body.encode(), {"Content-Type": "application/json"}
-            )
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                completion = json.load(answer)
+            yield ready
         finally:
             server.send_signal(signal.SIGTERM)
-        rest, err = server.communicate(timeout=60)
-    assert server.returncode == 0, err
+        rest, ready["stderr"] = server.communicate(timeout=60)
+    assert server.returncode == 0, ready["stderr"]
+    assert rest == ""  # one document, and nothing after it
+
+
+def ask(ready: dict[str, Any], path: str, **body: Any) -> Any:
+    request = urllib.request.Request(
+        f"{ready['url']}/v1/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_serve_tells_when_it_is_ready_answers_and_ends_cleanly(model):
+    with served(model, "--served-model-name", "tiny") as ready:
+        completion = ask(ready, "completions", model="tiny", prompt="hello", max_tokens=4, temperature=0)
     assert (ready["model"], ready["served_model_names"]) == ("tiny", ["tiny"])
     assert (ready["gate"]["state"], ready["max_model_len"]) == ("dense", 256)
     assert ready["ledger"]["budget"] == 2**30
     assert 1 <= completion["usage"]["completion_tokens"] <= 4
-    assert rest == ""  # one document, and nothing after it
-    assert "tiny is served at" in err
-    assert "KV pool" in err
+    assert "tiny is served at" in ready["stderr"]
+    assert "KV pool" in ready["stderr"]
+
+
+def test_q25_what_quantize_wrote_answers_a_chat_without_its_source(tmp_path):
+    source = tiny_model("qwen3", tmp_path / "source", dtype="bfloat16")
+    out = jobs.quantize(str(source), tmp_path / "out", scheme="fp8", gate=False, progress=False).out
+    source.rename(tmp_path / "moved away")
+    messages = [{"role": "user", "content": "Which  files does a server need?"}]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (expected,) = LLM(str(out), allow_ungated=True).chat(messages, params)
+    with served(out, "--allow-ungated", "--served-model-name", "out") as ready:
+        options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        chat = ask(ready, "chat/completions", model="out", messages=messages, **options)
+    assert chat["choices"][0]["message"]["content"] == expected.outputs[0].text
+    assert chat["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert chat["usage"]["completion_tokens"] == 6
 
 
 def test_a_taken_port_is_one_line_before_anything_is_loaded(qinfer, model):
