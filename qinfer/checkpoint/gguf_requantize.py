@@ -7,7 +7,7 @@ Dequantized to bfloat16, as `gguf_convert` does it, a model of 4 bits takes four
                |d| and the zero point 8, or 7 where d is negative: nothing is lost but a scale's last bits,
                which go from float16 to the model's dtype.
     any other  w8a16-int8. Offsets of Q4_1 and the K-quants are no multiples of the step, as a zero point is,
-               so 4 bits would round every weight a second time; 8 bits per row keep them to 0.5 %.
+               so 4 bits would round every weight a second time; 8 bits per row keep them to 1 %.
     floats     stay as they are.
 
 Linears that run as one get one scheme, the finest that one of them asks for. Embeddings and head are dense.
