@@ -172,15 +172,12 @@ class Recorded:
         self.work()
 
 
-def test_replayed_graphs_have_the_same_tokens(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is captured, over which tensors, and which graph is replayed for which step."""
-    decoder, tokenizer = load_tiny("llama3")
-    options = EngineOptions(num_kv_blocks=30, max_num_seqs=7, max_num_batched_tokens=256)
-    ahead, plain = (Engine(decoder, tokenizer, options) for _ in range(2))
-    runner = ahead.runner
+def replaying(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The same, launched ahead by graphs of its steps, as on a GPU."""
+    runner = engine.runner
     assert isinstance(runner, Runner)
     runner.overlaps = True
-    runner.buffers = StepBuffers(runner._tables, runner.limits, decoder.device)
+    runner.buffers = StepBuffers(runner._tables, runner.limits, runner.decoder.device)
     captured, greedy = StepGraphs._captured, StepGraphs.greedy
 
     def recorded(self: StepGraphs, work: Callable[[], object]) -> Any:
@@ -198,12 +195,52 @@ def test_replayed_graphs_have_the_same_tokens(load_tiny: LoadTiny, monkeypatch: 
     )  # as to the host
     monkeypatch.setattr("qinfer.backend.runs_kernels", lambda: True)
     runner.graphs = graphs.capture(runner)
+    return engine
+
+
+def test_replayed_graphs_have_the_same_tokens(load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is captured, over which tensors, and which graph is replayed for which step."""
+    options = EngineOptions(num_kv_blocks=30, max_num_seqs=7, max_num_batched_tokens=256)
+    ahead, plain = (Engine(*load_tiny("llama3"), options) for _ in range(2))
     requests = [
         (i % 5, prompt_of(1 + 9 * i, i), SamplingParams(temperature=0.7 * (i > 7), seed=i, max_tokens=30))
         for i in range(11)
     ]
+    outputs = run(replaying(ahead, monkeypatch), requests)
+    assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in run(plain, requests).items()}
+
+
+def test_n04_identical_prompts_are_equal_rows_of_a_graph(
+    load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineOptions(num_kv_blocks=64, max_num_seqs=8, max_num_batched_tokens=256)
+    ahead, plain = (Engine(*load_tiny("llama3"), options) for _ in range(2))
+    requests = [(0, prompt_of(19, 1), SamplingParams(temperature=0.0, max_tokens=20))] * 8
+    first, *others = run(replaying(ahead, monkeypatch), requests).values()
+    assert all(told(output) == told(first) for output in (*others, *run(plain, requests).values()))
+
+
+@pytest.mark.parametrize("count", [8, 9, 16])
+def test_n05_batches_at_and_above_the_largest_graph(
+    count: int, load_tiny: LoadTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are graphs for as many sequences as may run: the others wait until one of them ends."""
+    options = EngineOptions(num_kv_blocks=64, max_num_seqs=8, max_num_batched_tokens=256)
+    ahead, plain = (Engine(*load_tiny("llama3"), options) for _ in range(2))
+    replaying(ahead, monkeypatch)
+    replayed: list[Shape] = []
+    replay = StepGraphs.replay
+    monkeypatch.setattr(
+        StepGraphs, "replay", lambda self, shape: replayed.append(shape) or replay(self, shape)
+    )
+    requests = [
+        (0, prompt_of(3 + i, i), SamplingParams(temperature=0.0, max_tokens=9 + i % 8, ignore_eos=True))
+        for i in range(count)
+    ]
     outputs = run(ahead, requests)
     assert {i: told(o) for i, o in outputs.items()} == {i: told(o) for i, o in run(plain, requests).items()}
+    assert replayed.count(Shape(8, 8)) >= 8
+    assert max(shape.num_seqs for shape in replayed) == 8
 
 
 def test_sizes_of_padded_steps() -> None:

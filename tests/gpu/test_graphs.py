@@ -45,7 +45,10 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
 
 
 def told(llm: LLM, params: Any = GREEDY) -> list[tuple[Any, ...]]:
-    prompts = PROMPTS[: len(params)] if isinstance(params, list) else PROMPTS
+    return told_of(llm, PROMPTS[: len(params)] if isinstance(params, list) else PROMPTS, params)
+
+
+def told_of(llm: LLM, prompts: list[list[int]], params: Any = GREEDY) -> list[tuple[Any, ...]]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     return [(list(o.outputs[0].token_ids), o.outputs[0].text, o.outputs[0].finish_reason) for o in outputs]
 
@@ -105,6 +108,25 @@ def test_every_size_is_captured_and_decode_steps_are_replayed(
         size = next(size for size in buckets(12)[::-1] if size >= count)
         assert (Shape(64, 12) in replayed) == (count in (2, 3))  # short prompts, but one token is decode
         assert replayed.count(Shape(size, size)) >= 30
+
+
+def test_n04_identical_prompts_are_equal_rows_of_a_graph(make: Callable[..., LLM]) -> None:
+    graphs, eager = (
+        make(max_num_seqs=8, enable_prefix_caching=False, enforce_eager=each) for each in (False, True)
+    )
+    for prompt in PROMPTS[1:4]:
+        expected = told_of(eager, [prompt] * 8)
+        assert told_of(graphs, [prompt] * 8) == expected == expected[:1] * 8
+
+
+@pytest.mark.parametrize("count", [8, 9, 16])
+def test_n05_batches_at_and_above_the_largest_graph(count: int, make: Callable[..., LLM]) -> None:
+    """There are graphs for as many sequences as may run; others wait."""
+    graphs, eager = (
+        make(max_num_seqs=8, enable_prefix_caching=False, enforce_eager=each) for each in (False, True)
+    )
+    assert max(graphs.engine.runner.graphs._choices) == Shape(8, 8)
+    assert told_of(graphs, PROMPTS[:count]) == told_of(eager, PROMPTS[:count])
 
 
 def test_same_tokens_alone_cold_warm_and_preempted_in_float32(make: Callable[..., LLM]) -> None:
