@@ -1,29 +1,33 @@
 """An engine in a thread of its own, fed from asyncio: what the HTTP server and async programs talk to.
 
-`engine_thread` has the thread, `intake` the bound on what it takes on. A request's outputs wait in its
-`Mailbox`, which holds the latest only: outputs are cumulative, so a slow reader loses nothing and no queue
-can grow. A consumer that stops listening (cancelled, closed, gone) aborts its request.
+`engine_thread` has the thread, `intake` the bound on what it takes on, `audience` those who wait for outputs.
+A request's outputs wait in its `Mailbox`, which holds the latest only: outputs are cumulative, so a slow
+reader loses nothing and no queue can grow. A consumer that stops listening (cancelled, closed, gone) aborts
+its request. The thread may be in another process (`engine_process`), which no reader can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qinfer.audience import Audience, Observer
 from qinfer.engine.admission import check_prompt, check_text
-from qinfer.engine_thread import EngineThread, Observer, threads_left_to_the_engine
+from qinfer.engine_process import EngineProcess
+from qinfer.engine_thread import EngineThread, threads_left_to_the_engine
 from qinfer.errors import EngineDeadError
 from qinfer.intake import Intake
+from qinfer.live_request import Ask, LiveRequest
 from qinfer.llm_keywords import refuse
-from qinfer.mailbox import Answer, LiveRequest, Mailbox, since
+from qinfer.mailbox import Mailbox, since
+from qinfer.model_card import card_of
 from qinfer.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from qinfer.prompts import Prompt, text_and_ids
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
-from qinfer.trace import Trace
 
 if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
     from qinfer.engine.engine import Engine
@@ -32,8 +36,6 @@ if TYPE_CHECKING:  # a server takes its port before it spends seconds on importi
     from qinfer.llm import LLM
     from qinfer.structured_outputs import StructuredOutputsParams
     from qinfer.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ABSENT = frozenset({"sleep", "wake_up", "is_sleeping", "add_lora", "remove_lora", "collective_rpc"})
@@ -58,24 +60,27 @@ class AsyncLLM:
     """Runs an LLM's engine for asyncio: `async for output in engine.generate(prompt, params, "id")`.
 
     Takes the engine over: from here on only this object may use it, and `LLM.generate` on the same model is a
-    mistake. Requests may come from any event loop. `shutdown` must be called at the end.
+    mistake. Requests may come from any event loop. `shutdown` must be called at the end. `card` says what
+    the model is.
     """
 
     def __init__(
         self,
-        llm: LLM,
+        llm: LLM | EngineProcess,
         *,
         max_num_queued_reqs: int | None = None,
         max_num_queued_tokens: int | None = None,
     ) -> None:
         """Limits count sequences, and prompt tokens, that run or wait; UserError for those that are none."""
-        self.llm = llm
-        self.tokenizer: Tokenizer = llm.get_tokenizer()
-        self.default_sampling_params: SamplingParams = llm.get_default_sampling_params()
         self._intake = Intake(max_num_queued_reqs, max_num_queued_tokens, rejected=self._rejected)
-        self._trace = Trace()
-        self._engine: Engine = llm.engine
-        self._thread = EngineThread(llm.engine, self._left)
+        self._seat: EngineThread | EngineProcess
+        if isinstance(llm, EngineProcess):
+            self.card, self._audience, self._seat = llm.card, llm.audience, llm
+        else:
+            self.card, self._audience = card_of(llm), Audience(llm.engine.stats())
+            self._seat = EngineThread(llm.engine, self._audience)
+        self.tokenizer: Tokenizer = self.card.tokenizer
+        self.default_sampling_params: SamplingParams = self.card.defaults
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
@@ -98,27 +103,27 @@ class AsyncLLM:
     @property
     def max_model_len(self) -> int:
         """The longest sequence, prompt and answer, in tokens."""
-        return self._engine.limits.max_model_len
+        return self.card.limits.max_model_len
 
     @property
     def vocab_size(self) -> int:
         """The model's: ids are below it."""
-        return self._engine.vocab_size
+        return self.card.vocab_size
 
     @property
     def stats(self) -> EngineStats:
         """The engine's counts after its latest step."""
-        return self._thread.stats
+        return self._audience.stats
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait: in the engine's queue or on their way to it."""
-        return self.stats.num_waiting + self._thread.num_underway
+        return self.stats.num_waiting + self._audience.num_underway
 
     @property
     def dead_error(self) -> EngineDeadError | None:
         """What the engine has died of."""
-        return self._thread.dead_error
+        return self._audience.dead_error
 
     @property
     def errored(self) -> bool:
@@ -128,7 +133,7 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether requests are accepted."""
-        return not self._thread.is_stopping and not self.errored
+        return not self._audience.is_stopping and not self.errored
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
@@ -136,7 +141,7 @@ class AsyncLLM:
 
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine has died or was stopped."""
-        self._thread.check()
+        self._audience.check()
 
     def require_room(self, num_sequences: int, num_tokens: int) -> None:
         """OverloadedError where the limits leave no room for that much now, UserError where never."""
@@ -144,40 +149,39 @@ class AsyncLLM:
 
     def compile(self, form: StructuredOutputsParams) -> None:
         """Gets a grammar ready, on any thread, in up to a second; UserError where it is none."""
-        self._engine.grammars.compile(form)
+        self._seat.aside(partial(_compile, form))
 
     def observe(self, observer: Observer) -> None:
         """Tells `observer` of every request from now on."""
-        self._thread.observers += (observer,)
+        self._audience.observers += (observer,)
 
     async def ask(self, question: Callable[[Engine], T]) -> T:
         """The answer to a question about the engine, put to it between two steps.
 
+        Where the engine is in another process, the question and its answer must be such as can be pickled.
         Raises UserError as the question does, and EngineDeadError.
         """
-        answer = Answer[T]()
-        self._thread.call(lambda: answer.find(lambda: question(self._engine)))
-        return await answer.future
+        return await self._ask(partial(_of_the_engine, question))
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
-        return await self.ask(lambda engine: engine.reset_prefix_cache())
+        return await self.ask(methodcaller("reset_prefix_cache"))
 
     async def start_profile(self, prefix: str | None = None) -> None:
         """Records what the engine's thread does; UserError where it does already or has nowhere to."""
-        await self.ask(lambda _: self._trace.start(prefix))
+        await self._ask(partial(_start_trace, prefix))
 
     async def stop_profile(self) -> Path:
         """Ends the recording and returns its file; UserError where there is none."""
-        return await self.ask(lambda _: self._trace.stop())
+        return await self._ask(_stop_trace)
 
     async def pause_generation(self) -> None:
         """Stops after the step that runs; requests wait until `resume_generation`."""
-        self._thread.call(lambda: setattr(self._thread, "paused", True))
+        await self._ask(partial(_pause, True))
 
     async def resume_generation(self) -> None:
         """Goes on where `pause_generation` stopped."""
-        self._thread.call(lambda: setattr(self._thread, "paused", False))
+        await self._ask(partial(_pause, False))
 
     async def wait_for_requests_to_drain(self, timeout: float = 300.0) -> None:
         """Returns when no request runs or waits; TimeoutError after `timeout` seconds."""
@@ -187,7 +191,7 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Logs throughput and occupancy since the last such line, which busy engines write by themselves."""
-        self._thread.stat_log.write(self.stats, time.monotonic())
+        await self._ask(EngineThread.log_stats)
 
     async def generate(
         self,
@@ -215,10 +219,9 @@ class AsyncLLM:
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self.compile, params.structured_outputs)
         if params.bad_words:  # as above: it spells them, and the engine finds them spelled
-            await asyncio.to_thread(self._engine.bad_words.of, params)
-        request = LiveRequest(
-            request_id, token_ids, params, Mailbox(), text, priority, cache_salt, pooling, whole
-        )
+            await asyncio.to_thread(self._seat.aside, partial(_spell_bad_words, params))
+        ask = Ask(request_id, token_ids, params, text, priority, cache_salt, pooling)
+        request = LiveRequest(ask, Mailbox(), partial(self._intake.leave, params.n, len(token_ids)), whole)
         self._hand_over(request)
         finished = False
         seen: dict[int, CompletionOutput] = {}
@@ -229,7 +232,7 @@ class AsyncLLM:
                 yield since(output, seen) if params.output_kind is RequestOutputKind.DELTA else output
         finally:
             if not finished:
-                self._thread.abort(request)
+                self._seat.abort(ask.number, request_id)
 
     async def encode(
         self,
@@ -246,7 +249,7 @@ class AsyncLLM:
 
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         keywords: dict[str, Any] = {"lora_request": lora_request, "priority": priority}
-        pooling = pooling_of(self.llm.path)
+        pooling = pooling_of(self.card.path)
         async for output in self.generate(prompt, params, request_id, pooling=pooling, **keywords):
             if output.embedding is not None:
                 vector = EmbeddingOutput(output.embedding)
@@ -255,34 +258,68 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends requests by id; their consumers see a last output with finish_reason "abort"."""
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            self._thread.abort_by_id(one)
+            self._seat.abort_by_id(one)
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Ends every request with EngineStoppedError and joins the thread, after the step it is in.
 
         Returns whether the thread has ended within `timeout` seconds (None: waits as long as it takes).
         """
-        return self._thread.stop(timeout)
+        with self._audience.lock:
+            self._audience.is_stopping = True
+        return self._seat.stop(timeout)
 
     async def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text, ids = text_and_ids(prompt)
         if text is None or ids is not None:
             # checked before a batch mate's stream begins, since a status cannot be taken back
-            return text, check_prompt(ids, self._engine.vocab_size)
+            return text, check_prompt(ids, self.vocab_size)
         check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
 
+    async def _ask(self, question: Callable[[EngineThread], T]) -> T:
+        with self._audience.lock:
+            self._audience.check()
+            answer = self._seat.ask(question)
+        return await asyncio.wrap_future(answer)
+
     def _hand_over(self, request: LiveRequest) -> None:
-        self._intake.enter(request.params.n, len(request.token_ids))
+        self._intake.enter(request.ask.params.n, len(request.ask.token_ids))
         try:
-            self._thread.put(request)
+            with self._audience.lock:
+                self._audience.expect(request)
+                self._seat.put(request.ask)
         except EngineDeadError:
-            self._left(request)
+            request.left()
             raise
 
-    def _left(self, request: LiveRequest) -> None:
-        self._intake.leave(request.params.n, len(request.token_ids))
-
     def _rejected(self, reason: str) -> None:
-        for observer in self._thread.observers:
+        for observer in self._audience.observers:
             observer.reject(reason)
+
+
+# what is asked of an engine's thread: functions of a module, which another process finds by name
+
+
+def _of_the_engine(question: Callable[[Engine], T], thread: EngineThread) -> T:
+    return question(thread.engine)
+
+
+def _pause(paused: bool, thread: EngineThread) -> None:
+    thread.paused = paused
+
+
+def _start_trace(prefix: str | None, thread: EngineThread) -> None:
+    thread.trace.start(prefix)
+
+
+def _stop_trace(thread: EngineThread) -> Path:
+    return thread.trace.stop()
+
+
+def _compile(form: StructuredOutputsParams, engine: Engine) -> None:
+    engine.grammars.compile(form)
+
+
+def _spell_bad_words(params: SamplingParams, engine: Engine) -> None:
+    engine.bad_words.of(params)

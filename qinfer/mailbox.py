@@ -1,28 +1,20 @@
-"""Where a request's outputs, and answers to questions, wait for whoever asked.
+"""Where a request's outputs wait for its reader.
 
 Outputs are cumulative, so that a mailbox holds the latest only: a slow reader loses nothing and no queue can
-grow. The engine's thread hands over; what is handed over arrives on the reader's event loop.
+grow. Whoever hears from the engine hands over; what is handed over arrives on the reader's event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from qinfer.errors import UserError
 from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from qinfer.engine.engine import Engine
-    from qinfer.engine.pooling import Pooling
-
-T = TypeVar("T")
-X = TypeVar("X")
+logger = logging.getLogger(__name__)
 
 
 class Mailbox:
@@ -51,68 +43,24 @@ class Mailbox:
         return content
 
 
-class Answer(Generic[T]):
-    """What a question to the engine found, awaited by its asker as `future`."""
+Letter = tuple[Mailbox, RequestOutput | Exception]
 
-    def __init__(self) -> None:
-        self.future = asyncio.Future[T]()
-        self._loop = asyncio.get_running_loop()
 
-    def find(self, question: Callable[[], T]) -> None:
-        """Asks, on the engine's thread, and sends the answer; only the asker's own mistake goes to him."""
+def deliver(mail: Iterable[Letter]) -> None:
+    """Fills mailboxes from any thread, waking each event loop once."""
+    by_loop = defaultdict(list)
+    for letter in mail:
+        by_loop[letter[0].loop].append(letter)
+    for loop, letters in by_loop.items():
         try:
-            found = question()
-        except UserError as mistake:
-            self._send(self.future.set_exception, mistake)
-        else:
-            self._send(self.future.set_result, found)
-
-    def _send(self, settle: Callable[[X], None], content: X) -> None:
-        def arrive() -> None:
-            if not self.future.done():  # cancelled meanwhile
-                settle(content)
-
-        with contextlib.suppress(RuntimeError):  # that loop was closed: nobody waits there any more
-            self._loop.call_soon_threadsafe(arrive)
+            loop.call_soon_threadsafe(_put_all, letters)
+        except RuntimeError:  # that loop was closed with requests in flight: nobody waits there any more
+            logger.debug("an event loop was closed before its %d answers came", len(letters))
 
 
-@dataclass
-class LiveRequest:
-    """A request on its way to the engine, or in it."""
-
-    request_id: str
-    token_ids: list[int]
-    params: SamplingParams
-    mailbox: Mailbox
-    prompt: str | None = None
-    priority: int = 0
-    cache_salt: str | None = None
-    pooling: Pooling | None = None
-    whole: bool = False  # the reader wants the last output only
-    arrival: float = field(default_factory=time.monotonic)
-    arrival_time: float = field(default_factory=time.time)
-    latest: RequestOutput | None = None
-
-    def enter(self, engine: Engine) -> None:
-        """Becomes one of the engine's; raises as `Engine.add`."""
-        engine.add(
-            self.request_id,
-            self.token_ids,
-            self.params,
-            prompt=self.prompt,
-            priority=self.priority,
-            arrival_time=self.arrival_time,
-            cache_salt=self.cache_salt,
-            pooling=self.pooling,
-        )
-
-    def aborted(self) -> RequestOutput:
-        """What a reader gets in place of the rest."""
-        latest = self.latest or RequestOutput(self.request_id, self.prompt, self.token_ids, None, [], False)
-        outputs = [
-            replace(choice, finish_reason=choice.finish_reason or "abort") for choice in latest.outputs
-        ]
-        return replace(latest, outputs=outputs, finished=True)
+def _put_all(letters: Sequence[Letter]) -> None:
+    for mailbox, content in letters:
+        mailbox.put(content)
 
 
 def since(output: RequestOutput, seen: dict[int, CompletionOutput]) -> RequestOutput:
@@ -131,9 +79,3 @@ def since(output: RequestOutput, seen: dict[int, CompletionOutput]) -> RequestOu
             )
         choices.append(choice)
     return replace(output, outputs=choices)
-
-
-def put_all(letters: Sequence[tuple[Mailbox, RequestOutput | Exception]]) -> None:
-    """Fills the mailboxes of one loop, on its thread."""
-    for mailbox, content in letters:
-        mailbox.put(content)

@@ -70,7 +70,7 @@ class Batch:
         self.num_lines, self.first = num_lines, first
         self._store = ResponseStore(max_chars=0)  # no later request can ask for a response by its id
         self._began = time.monotonic()
-        self._inflight = pace.max_inflight or 2 * state.engine.llm.engine.limits.max_num_seqs
+        self._inflight = pace.max_inflight or 2 * state.engine.card.limits.max_num_seqs
 
     async def run(self) -> dict[str, Any]:
         """Answers all lines; what was done, as plain values.

@@ -15,7 +15,9 @@ from qinfer.cli import options
 from qinfer.engine.footprint import parse_size
 
 if TYPE_CHECKING:
-    from qinfer.llm import LLM
+    from qinfer.config import ModelConfig
+    from qinfer.engine.memory import Ledger
+    from qinfer.evals.certificate import GateStatus
 
 EngineKeywords: TypeAlias = dict[str, Any]
 """Keywords of `LLM`, as `with_engine_options` hands them to a command; what was not chosen is left out."""
@@ -90,11 +92,11 @@ def _keywords(memory: str | None = None, **chosen: Any) -> EngineKeywords:
     return keywords if memory is None else keywords | {"memory": parse_size(memory)}
 
 
-def describe_model(llm: LLM) -> dict[str, Any]:
+def describe_model(config: ModelConfig, gate: GateStatus, ledger: Ledger) -> dict[str, Any]:
     """What was loaded: the gate's word and the memory ledger, as plain values."""
     return {
-        "architecture": llm.config.architecture,
-        "max_model_len": llm.engine.ledger.max_model_len,
-        "gate": {"state": llm.gate.state, "line": llm.gate.line},
-        "ledger": llm.engine.ledger.to_dict(),
+        "architecture": config.architecture,
+        "max_model_len": ledger.max_model_len,
+        "gate": {"state": gate.state, "line": gate.line},
+        "ledger": ledger.to_dict(),
     }

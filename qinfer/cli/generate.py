@@ -75,7 +75,8 @@ def generate(
         else:
             outputs = llm.generate(prompt, params)
         seconds = time.perf_counter() - start
-    document = {"model": model, **describe_model(llm), "seconds": seconds, "outputs": _plain(prompt, outputs)}
+    loaded = describe_model(llm.config, llm.gate, llm.engine.ledger)
+    document = {"model": model, **loaded, "seconds": seconds, "outputs": _plain(prompt, outputs)}
     show(document, _text(prompt, outputs), as_json)
 
 

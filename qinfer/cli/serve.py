@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,7 @@ from qinfer.generation_config import parse_overrides
 
 if TYPE_CHECKING:
     from qinfer.llm import LLM
+    from qinfer.model_card import ModelCard
 
 
 @with_engine_options(*MODEL, *ENGINE, "seed", *GATE, *HUB)
@@ -94,9 +96,12 @@ def serve(
         with threads_left_to_the_engine():
             return LLM(model, **keywords)
 
-    def ready(url: str, llm: LLM) -> None:
-        names = llm.served_model_names
-        print(f"{llm.gate.line}\n{llm.engine.ledger.to_text()}", file=sys.stderr)
+    def import_libraries() -> None:
+        importlib.import_module("qinfer.tokenizer")  # and transformers, in seconds
+
+    def ready(url: str, card: ModelCard) -> None:
+        names = card.names
+        print(f"{card.gate.line}\n{card.ledger.to_text()}", file=sys.stderr)
         print(f"{', '.join(names)} is served at {url}/v1", file=sys.stderr, flush=True)
         if webui:
             print(f"a page to chat and watch is at {url}/", file=sys.stderr, flush=True)
@@ -105,7 +110,7 @@ def serve(
                 "url": url,
                 "model": names[0],
                 "served_model_names": list(names),
-                **describe_model(llm),
+                **describe_model(card.config, card.gate, card.ledger),
             }
             print(to_json(document), file=stdout, flush=True)
 
@@ -131,4 +136,4 @@ def serve(
             histogram_bounds=parse_bounds(custom_histogram_buckets) if custom_histogram_buckets else {},
             web_page=webui,
         )
-        run.serve(load, options, host=host, port=port, on_ready=ready)
+        run.serve(load, options, host=host, port=port, on_ready=ready, meanwhile=import_libraries)

@@ -68,8 +68,8 @@ def build_app(
     `gate` is that of the engine's LLM unless given.
     """
     options = options or ServerOptions()
-    names = tuple(options.served_model_names or engine.llm.served_model_names)
-    state = ServerState(engine, names, gate or engine.llm.gate, options, door or Door())
+    names = tuple(options.served_model_names or engine.card.names)
+    state = ServerState(engine, names, gate or engine.card.gate, options, door or Door())
     metrics, http = ServerMetrics(engine.max_model_len, options.histogram_bounds), HttpMetrics()
     engine.observe(metrics)
     app = _App(title="qinfer", version=__version__, redirect_slashes=False)

@@ -90,7 +90,7 @@ class EmbeddingList(Body):
 async def answer(state: ServerState, request: EmbeddingsRequest, request_id: str) -> Response:
     """Answers the request; raises UserError or ApiError for what cannot be done."""
     state.check_model(request.model)
-    size = state.engine.llm.config.hidden_size
+    size = state.engine.card.config.hidden_size
     if request.dimensions not in (None, size):
         raise ApiError(400, f"this model's vectors have {size} dimensions, and no part of them", "dimensions")
     prompts = await asyncio.to_thread(_prompts, state, request)
@@ -129,7 +129,7 @@ def _tokens(state: ServerState, request: EmbeddingsRequest, text: str | list[int
 async def _outputs(state: ServerState, prompts: list[list[int]], request_id: str) -> list[RequestOutput]:
     from qinfer.engine.pooling import pooling_of  # imports torch, which a server does after taking its port
 
-    unique, pooling = uuid.uuid4().hex[:8], pooling_of(state.engine.llm.path)
+    unique, pooling = uuid.uuid4().hex[:8], pooling_of(state.engine.card.path)
     params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
     sources = [
         state.engine.generate(ids, params, f"embd-{request_id}-{unique}-{i}", pooling=pooling)

@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from qinfer.server.facts import cache_facts, model_facts
 from qinfer.server.families import COUNTER, GAUGE, HISTOGRAMS, NUMBERS, Family, HistogramNames
 from qinfer.server.histogram import Histogram
 from qinfer.server.http_metrics import HttpCollector, HttpMetrics
@@ -54,7 +53,7 @@ class EngineCollector(Collector):
         yield self._fallbacks()
         yield self._gate()
         yield self._memory()
-        yield self._info("qinfer_model_info", "What is served.", model_facts(self.state.engine.llm))
+        yield self._info("qinfer_model_info", "What is served.", self.state.engine.card.facts)
 
     def _vllm_families(self) -> Iterator[Metric]:
         counts, labels = self.metrics, self._vllm_labels
@@ -69,13 +68,13 @@ class EngineCollector(Collector):
         ):
             text = f"As qinfer counts it, by {key}."
             yield _family(kind, f"vllm:{name}", text, labels, [({key: k}, v) for k, v in values.items()])
-        facts = cache_facts(self.state.engine.llm)
+        facts = self.state.engine.card.cache_facts
         yield _family(GAUGE, "vllm:cache_config_info", "The KV cache.", labels, [(facts, 1)])
 
     def _values(self) -> dict[str, float]:
         """NUMBERS' values by name."""
         engine, counts = self.state.engine, self.metrics
-        stats, ledger = engine.stats, engine.llm.engine.ledger
+        stats, ledger = engine.stats, engine.card.ledger
         return {
             "requests_running": stats.num_running,
             "requests_waiting": engine.num_waiting,
@@ -141,7 +140,7 @@ class EngineCollector(Collector):
         return _family(GAUGE, "qinfer_gate_state", "1 for what the gate says of the weights.", {}, found)
 
     def _memory(self) -> Metric:
-        ledger = self.state.engine.llm.engine.ledger
+        ledger = self.state.engine.card.ledger
         found = [({"part": part}, getattr(ledger, part)) for part in LEDGER_PARTS]
         text = "Where the memory goes, by the ledger."
         return _family(GAUGE, "qinfer_memory_bytes", text, self._labels, found)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -19,9 +19,11 @@ from pydantic import BaseModel
 from qinfer import __version__
 from qinfer.engine.pages import PageMap
 from qinfer.errors import EngineDeadError
-from qinfer.server.facts import model_facts
 from qinfer.server.metrics import Recent, ServerMetrics
 from qinfer.server.state import ServerState
+
+if TYPE_CHECKING:
+    from qinfer.engine.engine import Engine
 
 MAX_CELLS = 1024  # of the map of pages
 NUM_SHOWN = 20  # requests
@@ -119,7 +121,7 @@ def stats_of(state: ServerState, metrics: ServerMetrics, pages: PageMap | None) 
         model=ModelStats(
             names=list(state.model_names),
             max_model_len=engine.max_model_len,
-            facts=model_facts(engine.llm),
+            facts=engine.card.facts,
             gate=state.gate._asdict(),
         ),
         requests=RequestStats(
@@ -136,7 +138,7 @@ def stats_of(state: ServerState, metrics: ServerMetrics, pages: PageMap | None) 
         latency=latencies(recent),
         latency_requests=len(recent),
         recent=[RecentStats(**one._asdict()) for one in reversed(recent[-NUM_SHOWN:])],
-        ledger=engine.llm.engine.ledger.to_dict(),
+        ledger=engine.card.ledger.to_dict(),
     )
 
 
@@ -163,6 +165,10 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 async def _pages(state: ServerState) -> PageMap | None:
     try:
-        return await state.engine.ask(lambda engine: engine.pages.survey(MAX_CELLS))
+        return await state.engine.ask(_survey)
     except EngineDeadError:
         return None
+
+
+def _survey(engine: Engine) -> PageMap:
+    return engine.pages.survey(MAX_CELLS)

@@ -1,9 +1,9 @@
-"""One server process, from the port to the exit code.
+"""One server, from the port to the exit code.
 
-The order is the point. First the port, so that a mistake costs no loading; then the model, on the main
-thread, while `waiting` answers 503; then uvicorn on the same socket, and one line that says where. SIGTERM
-and SIGINT end it at any time with exit code 0: during loading at once, later as `ending` says. The engine's
-death is exit code 1.
+The order is the point. First the port, so that a mistake costs no loading; then the model, in a child
+(`engine_process`), while `waiting` answers 503; then uvicorn on the same socket, and one line that says
+where. SIGTERM and SIGINT end it at any time with exit code 0: during loading at once, later as `ending` says.
+The engine's death is exit code 1. The child ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from qinfer.async_llm import AsyncLLM
+from qinfer.engine_process import EngineProcess
+from qinfer.model_card import ModelCard
 from qinfer.server.app import build_app
 from qinfer.server.door import Door
 from qinfer.server.ending import GRACE, Ending, leave
@@ -43,27 +45,44 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    on_ready: Callable[[str, LLM], None] | None = None,
+    on_ready: Callable[[str, ModelCard], None] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Serves the model that `load` makes until SIGTERM or SIGINT, then returns; must run on the main thread.
+    """Serves the model that `load` makes in a child until SIGTERM or SIGINT; must run on the main thread.
 
-    `on_ready` is told the URL and the model once requests are answered; without it a line goes to stderr.
-    Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A signal
-    during loading raises SystemExit(0), the engine's death SystemExit(1).
+    The child is forked: nothing may have computed in this process before. `meanwhile` is called while it
+    loads. `on_ready` is told the URL and the model once requests are answered; without it a line goes to
+    stderr. Raises UserError where the port is taken, before `load` is called, and whatever `load` raises. A
+    signal during loading raises SystemExit(0), the engine's death SystemExit(1).
     """
     options = options or ServerOptions()
     with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
-        with LoadingAnswers(listener):
-            engine = AsyncLLM(
-                load(),
-                max_num_queued_reqs=options.max_num_queued_reqs,
-                max_num_queued_tokens=options.max_num_queued_tokens,
-            )
-        door = Door()
-        server = _Server(_config(build_app(engine, options, door=door)))
-        ending = Ending(server, engine, door, options.shutdown_timeout)
-        asyncio.run(_serve(server, engine, ending, listener, on_ready or _say_where))
-        ending.cancel()
+        process = EngineProcess(load, listener)
+        try:
+            with LoadingAnswers(listener):
+                meanwhile()
+                process.wait()
+            _serve_by(process, options, listener, on_ready or _say_where)
+        finally:
+            process.kill()
+
+
+def _serve_by(
+    process: EngineProcess,
+    options: ServerOptions,
+    listener: socket.socket,
+    on_ready: Callable[[str, ModelCard], None],
+) -> None:
+    engine = AsyncLLM(
+        process,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        max_num_queued_tokens=options.max_num_queued_tokens,
+    )
+    door = Door()
+    server = _Server(_config(build_app(engine, options, door=door)))
+    ending = Ending(server, engine, door, options.shutdown_timeout)
+    asyncio.run(_serve(server, engine, ending, listener, on_ready))
+    ending.cancel()
     if engine.errored:
         raise SystemExit(1)
 
@@ -108,7 +127,7 @@ async def _serve(
     engine: AsyncLLM,
     ending: Ending,
     listener: socket.socket,
-    on_ready: Callable[[str, LLM], None],
+    on_ready: Callable[[str, ModelCard], None],
 ) -> None:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
@@ -117,7 +136,7 @@ async def _serve(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if not serving.done():
-        on_ready(_url(listener), engine.llm)
+        on_ready(_url(listener), engine.card)
     watching = asyncio.ensure_future(ending.watch())
     try:
         await serving
@@ -133,9 +152,9 @@ def _url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _say_where(url: str, llm: LLM) -> None:
+def _say_where(url: str, card: ModelCard) -> None:
     print(
-        f"{', '.join(llm.served_model_names)} is served at {url}/v1 ({llm.gate.line})",
+        f"{', '.join(card.names)} is served at {url}/v1 ({card.gate.line})",
         file=sys.stderr,
         flush=True,
     )

@@ -43,7 +43,7 @@ class ServerState:
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same request may be answered differently."""
         engine = self.engine
-        decides = f"{self.model_names[0]} {engine.llm.config} {engine.max_model_len} {self.gate}"
+        decides = f"{self.model_names[0]} {engine.card.config} {engine.max_model_len} {self.gate}"
         return f"qinfer-{__version__}-{hashlib.sha256(decides.encode()).hexdigest()[:8]}"
 
     @cached_property

@@ -216,6 +216,7 @@ class FakeLLM:
         self.engine = ScriptedEngine(tokenizer, script)
         self.gate = GateStatus("passed", "gate passed: PASS")
         self.config = SimpleNamespace(name="tiny", hidden_size=64)
+        self.path = Path("tiny")
         self.served_model_names = (MODEL,)
         self.schemes, self.dtype = (W4A16(64, symmetric=True), W8A8Int8()), torch.bfloat16
         self._tokenizer, self._defaults = tokenizer, defaults or SamplingParams()

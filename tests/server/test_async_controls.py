@@ -24,6 +24,7 @@ from qinfer.stat_log import INTERVAL, StatLog
 @pytest.fixture
 def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(fake_llm)
+    engine.scripted = fake_llm.engine  # type: ignore[attr-defined]
     yield engine
     assert engine.shutdown()
 
@@ -46,7 +47,7 @@ def test_an_engine_is_loaded_by_arguments(model_dir):
 
 def test_a_paused_engine_goes_on_where_it_stopped(engine):
     async def run() -> tuple[str, int, int]:
-        scripted = engine.llm.engine
+        scripted = engine.scripted
         scripted.seconds_per_step = 0.01
         answer = asyncio.ensure_future(ask(engine, "r", 250))
         while not scripted.num_steps:
@@ -61,19 +62,19 @@ def test_a_paused_engine_goes_on_where_it_stopped(engine):
 
     text, before, during = asyncio.run(run())
     assert before == during < 250
-    assert text == "".join(map(chr, engine.llm.engine.script([97], 0)[:250]))
+    assert text == "".join(map(chr, engine.scripted.script([97], 0)[:250]))
 
 
 def test_draining_waits_for_the_last_request(engine):
     async def run() -> None:
-        engine.llm.engine.hold = True
+        engine.scripted.hold = True
         answers = [asyncio.ensure_future(ask(engine, str(i), 20)) for i in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await engine.wait_for_requests_to_drain(0.01)
-        engine.llm.engine.hold = False
+        engine.scripted.hold = False
         await engine.wait_for_requests_to_drain()
-        assert not engine.llm.engine.jobs
+        assert not engine.scripted.jobs
         assert all(await asyncio.gather(*answers))
         await engine.wait_for_requests_to_drain(0.5)
 
@@ -82,7 +83,7 @@ def test_draining_waits_for_the_last_request(engine):
 
 def test_the_prefix_cache_is_forgotten_on_the_engines_thread(engine):
     assert asyncio.run(engine.reset_prefix_cache())
-    assert engine.llm.engine.num_resets == 1
+    assert engine.scripted.num_resets == 1
     engine.shutdown()
     with pytest.raises(EngineStoppedError):
         asyncio.run(engine.reset_prefix_cache())

@@ -18,6 +18,7 @@ from qinfer.sampling_params import RequestOutputKind, SamplingParams
 @pytest.fixture
 def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(fake_llm)
+    engine.scripted = fake_llm.engine  # type: ignore[attr-defined]
     yield engine
     assert engine.shutdown()
 
@@ -27,7 +28,7 @@ async def collect(engine: AsyncLLM, prompt: Any, request_id: str, **params: Any)
 
 
 def scripted_text(engine: AsyncLLM, ids: list[int], count: int) -> str:
-    return "".join(map(chr, engine.llm.engine.script(ids, 0)[:count]))
+    return "".join(map(chr, engine.scripted.script(ids, 0)[:count]))
 
 
 @pytest.mark.parametrize("prompt", ["ab", [97, 98], {"prompt": "ab"}, {"prompt_token_ids": [97, 98]}])
@@ -46,7 +47,7 @@ def test_a_slow_reader_sees_fewer_outputs_and_all_text(engine):
         texts = []
         async for output in engine.generate([97], SamplingParams(max_tokens=50), "slow"):
             texts.append(output.outputs[0].text)
-            while engine.llm.engine.jobs:
+            while engine.scripted.jobs:
                 await asyncio.sleep(0.01)
         return texts
 
@@ -75,7 +76,7 @@ def test_many_at_once_do_not_mix(engine):
 
 def test_mistakes_are_the_callers(engine):
     async def twice() -> None:
-        engine.llm.engine.seconds_per_step = 0.02
+        engine.scripted.seconds_per_step = 0.02
         first = engine.generate([97], SamplingParams(max_tokens=100), "same")
         await anext(first)
         with pytest.raises(UserError, match="same"):
@@ -95,25 +96,25 @@ def test_mistakes_are_the_callers(engine):
 
 
 def test_cancelling_the_consumer_aborts(engine):
-    engine.llm.engine.hold = True
+    engine.scripted.hold = True
 
     async def cancelled() -> None:
         task = asyncio.create_task(collect(engine, [97], "c", max_tokens=200))
-        while not engine.llm.engine.jobs:
+        while not engine.scripted.jobs:
             await asyncio.sleep(0.01)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while not engine.llm.engine.aborted or engine.stats.num_running:
+        while not engine.scripted.aborted or engine.stats.num_running:
             await asyncio.sleep(0.01)
 
     asyncio.run(cancelled())
-    assert engine.llm.engine.aborted == ["c"]
+    assert engine.scripted.aborted == ["c"]
     assert engine.stats.num_running == 0
 
 
 def test_abort_by_id_ends_the_stream_with_what_there_is(engine):
-    engine.llm.engine.seconds_per_step = 0.01
+    engine.scripted.seconds_per_step = 0.01
 
     async def aborted() -> list[RequestOutput]:
         outputs = []
@@ -127,12 +128,12 @@ def test_abort_by_id_ends_the_stream_with_what_there_is(engine):
     assert last.finished
     assert [choice.finish_reason for choice in last.outputs] == ["abort", "abort"]
     assert len(last.outputs[0].token_ids) >= 3
-    assert engine.llm.engine.aborted == ["a"]
+    assert engine.scripted.aborted == ["a"]
 
 
 def test_h14_death_reaches_everyone(engine, caplog):
-    engine.llm.engine.seconds_per_step = 0.01
-    engine.llm.engine.fail_at_step = 3
+    engine.scripted.seconds_per_step = 0.01
+    engine.scripted.fail_at_step = 3
 
     async def die() -> list[Any]:
         await engine.check_health()
@@ -153,7 +154,7 @@ def test_a_bug_in_add_is_a_death_too(engine, monkeypatch, caplog):
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(engine.llm.engine, "add", broken)
+    monkeypatch.setattr(engine.scripted, "add", broken)
     with pytest.raises(EngineDeadError):
         asyncio.run(collect(engine, [97], "r"))
     assert engine.errored
@@ -161,11 +162,11 @@ def test_a_bug_in_add_is_a_death_too(engine, monkeypatch, caplog):
 
 
 def test_shutdown_ends_requests_and_joins_the_thread(engine):
-    engine.llm.engine.hold = True
+    engine.scripted.hold = True
 
     async def stopped() -> None:
         task = asyncio.create_task(collect(engine, [97], "s", max_tokens=200))
-        while not engine.llm.engine.jobs:
+        while not engine.scripted.jobs:
             await asyncio.sleep(0.01)
         assert await asyncio.to_thread(engine.shutdown)
         with pytest.raises(EngineStoppedError):
@@ -176,11 +177,11 @@ def test_shutdown_ends_requests_and_joins_the_thread(engine):
             await engine.check_health()
 
     asyncio.run(stopped())
-    assert engine.llm.engine.aborted == ["s"]
+    assert engine.scripted.aborted == ["s"]
 
 
 def test_a_loop_that_is_gone_does_not_hurt_the_others(engine):
-    engine.llm.engine.seconds_per_step = 0.02
+    engine.scripted.seconds_per_step = 0.02
 
     async def leave() -> None:
         stream = engine.generate([97], SamplingParams(max_tokens=30), "gone")

@@ -26,6 +26,8 @@ class Engine:
     limits = StepLimits(4096, 64, 1024, 16)
     ledger = Ledger("float32", 1000, 600, 50, 0, 0, 320, 10, 16, 4096)
     vocab_size = 256
+    kv_cache_dtype = "float32"
+    pages = SimpleNamespace(caching=True)
 
     def __init__(self):
         self.jobs = {}
@@ -68,7 +70,10 @@ def load():
         engine=Engine(),
         gate=GateStatus("dense", "a stub"),
         config="stub",
+        path=Path("stub"),
         served_model_names=("stub",),
+        schemes=(),
+        dtype=SimpleNamespace(itemsize=4),
         get_tokenizer=SimpleNamespace,
         get_default_sampling_params=SamplingParams,
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -45,6 +47,14 @@ class Stream(threading.Thread):
         return [json.loads(line.removeprefix("data: ")) for line in self.lines[:-1]]
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there, and no zombie that nobody has asked about yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path):
     process = start_stub(shutdown_timeout=600)
     url = process.url()
@@ -68,9 +78,11 @@ def test_h11_what_outlasts_the_patience_ends_with_an_error(start_stub):
     process = start_stub(shutdown_timeout=0.5)
     stream = Stream(process.url(), HELD)
     wait_until(lambda: stream.lines)
+    (child,) = process.children()
     process.send(signal.SIGINT)
     assert stream.chunks()[-1]["error"]["code"] == 503
     assert process.exit_code() == 0
+    assert not lives(child)
 
 
 def test_the_second_signal_leaves_at_once(start_stub):
@@ -100,12 +112,25 @@ def test_h14_a_dead_engine_ends_the_process_with_one(start_stub):
     assert ending.DEATH_SHOWS < ending.DEATH_LAST < 5  # seconds until a supervisor knows, whatever hangs
 
 
+def test_h14_a_killed_engine_is_a_dead_one(start_stub):
+    process = start_stub(shutdown_timeout=600)
+    stream = Stream(process.url(), HELD)
+    wait_until(lambda: stream.lines)
+    (child,) = process.children()
+    os.kill(child, signal.SIGKILL)
+    assert process.exit_code() == 1
+    assert stream.chunks()[-1]["error"]["code"] == 500
+    assert "the engine has died (signal 9)" in "".join(process.said)
+
+
 def test_a_step_without_end_does_not_keep_the_process(start_stub):
     process = start_stub()
     Stream(process.url(), ENDLESS)
     process.wait_for("in a step without end")
+    (child,) = process.children()
     process.send(signal.SIGTERM)
     assert process.exit_code() == 0
+    wait_until(lambda: not lives(child))
     assert "the engine is still in a step" in "".join(process.said)
 
 
@@ -114,10 +139,10 @@ def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub):
     url = process.url()
     stream = Stream(url, HELD)
     wait_until(lambda: stream.lines)
-    children = process.children()
+    (child,) = process.children()
     process.send(signal.SIGKILL)
     assert process.exit_code() == -signal.SIGKILL
-    assert children == []
+    wait_until(lambda: not lives(child))
     listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ def test_a_real_engine_serves_streams_and_ends_with_zero(model_dir, start):
     process = start("-c", SERVE, str(model_dir))
     url = process.url()
     assert httpx.get(f"{url}/health").status_code == 200
-    assert process.children() == []
+    (child,) = process.children()
     body = {"prompt": "Hello", "max_tokens": 200, "stream": True, "ignore_eos": True, "logprobs": 5}
     lines: list[str] = []
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
@@ -40,6 +41,7 @@ def test_a_real_engine_serves_streams_and_ends_with_zero(model_dir, start):
         lines.extend(source)
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.exit_code() == 0
+    assert not Path(f"/proc/{child}").exists()
     listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()  # free at once
     assert process.said == [f"tiny is served at {url}/v1 (dense weights: no verdict needed)\n"]
 

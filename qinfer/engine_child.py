@@ -1,0 +1,161 @@
+"""An engine in a process of its own: the child's side, from the model's files to the last request.
+
+The engine runs on a thread as it does anywhere else; what it reports goes into the pipe instead of to
+readers. The main thread reads what the other side wants. A pipe that ends means that nobody is there any
+more: the child leaves at once, in the middle of a step if need be.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+
+from qinfer.engine_thread import EngineThread
+from qinfer.errors import EngineDeadError, EngineStoppedError
+from qinfer.live_request import Ask
+from qinfer.model_card import ModelCard, card_of
+from qinfer.output_parts import Cutter
+from qinfer.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from qinfer.engine.engine import Engine
+    from qinfer.engine.options import EngineStats
+    from qinfer.llm import LLM
+
+NUM_ASIDE = 8  # threads for questions, some of which take a second
+
+
+class Closable(Protocol):
+    """A socket, or an end of a pipe."""
+
+    def close(self) -> None:
+        """Closes it."""
+        ...
+
+
+class Ready(NamedTuple):
+    """The model is loaded."""
+
+    card: ModelCard
+    stats: EngineStats
+
+
+def run_engine(pipe: Connection, load: Callable[[], LLM], close: Sequence[Closable]) -> NoReturn:
+    """Loads a model and runs its engine until it is told to stop, then ends this process."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they come to all of a group, and the other side decides
+        signal.signal(number, signal.SIG_IGN)
+    for one in close:
+        one.close()
+    wishes, tell = Wishes(pipe), Messages(pipe)
+    try:
+        llm = load()
+        ready = Ready(card_of(llm), llm.engine.stats())
+    except Exception as error:  # whatever it is, the other side raises it
+        error.add_note(traceback.format_exc())
+        tell.send(error)
+    else:
+        wishes.fulfil(EngineThread(llm.engine, tell), tell)
+        tell.send(ready)
+        wishes.stopped.wait()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # not sys.exit: a question may still be worked on, which nobody waits for
+
+
+class Wishes:
+    """What the other side wants, read on a thread from the beginning, so that its end is never missed."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self.stopped = threading.Event()
+        self._pipe = pipe
+        self._pool = ThreadPoolExecutor(NUM_ASIDE, "qinfer-aside")
+        threading.Thread(target=self._read, name="qinfer-wishes", daemon=True).start()
+
+    def fulfil(self, thread: EngineThread, tell: Messages) -> None:
+        """By this thread; nothing is wanted before the other side knows that the model is loaded."""
+        self._thread, self._tell = thread, tell
+
+    def _read(self) -> None:
+        while True:
+            try:
+                kind, *content = pickle.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(1)
+            getattr(self, f"_{kind}")(*content)
+
+    def _put(self, ask: Ask) -> None:
+        self._thread.put(ask)
+
+    def _abort(self, number: int, request_id: str) -> None:
+        self._thread.abort(number, request_id)
+
+    def _abort_by_id(self, request_id: str) -> None:
+        self._thread.abort_by_id(request_id)
+
+    def _ask(self, number: int, question: Callable[[EngineThread], object]) -> None:
+        self._find(number, lambda: self._thread.ask(question).result())
+
+    def _aside(self, number: int, question: Callable[[Engine], object]) -> None:
+        self._find(number, lambda: self._thread.aside(question))
+
+    def _stop(self) -> None:
+        self._pool.submit(self._thread.stop, None).add_done_callback(lambda _: self.stopped.set())
+
+    def _find(self, number: int, question: Callable[[], object]) -> None:
+        """Answers on a thread aside: this one must go on reading, or both sides could wait to write."""
+        self._pool.submit(question).add_done_callback(partial(self._tell.answer, number))
+
+
+class Messages:
+    """`Reports` that become messages."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe, self._lock = pipe, threading.Lock()
+        self._cutters: dict[int, Cutter] = {}
+
+    def send(self, content: object) -> None:
+        """Anything."""
+        written = pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+        with self._lock:
+            self._pipe.send_bytes(written)
+
+    def counted(self, stats: EngineStats) -> None:
+        """As `Reports` says, like the following."""
+        self.send(("counted", stats))
+
+    def entered(self, number: int) -> None:
+        self._cutters[number] = Cutter()
+        self.send(("entered", number))
+
+    def refused(self, number: int, error: Exception) -> None:
+        self.send(("refused", number, error))
+
+    def stepped(
+        self, outputs: Sequence[tuple[int, RequestOutput]], stats: EngineStats, now: float, seconds: float
+    ) -> None:
+        parts = [(number, self._cutters[number].cut(output)) for number, output in outputs]
+        for number, output in outputs:
+            if output.finished:
+                del self._cutters[number]
+        self.send(("stepped", parts, stats, now, seconds))
+
+    def ended(self, number: int, error: EngineStoppedError | None) -> None:
+        del self._cutters[number]
+        self.send(("ended", number, error))
+
+    def died(self, error: EngineDeadError) -> None:
+        self.send(("died", error))
+
+    def answer(self, number: int, answer: Future[Any]) -> None:
+        """What a question has found, or what it was a mistake for."""
+        error = answer.exception()
+        self.send(("answer", number, None if error else answer.result(), error))
