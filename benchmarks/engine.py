@@ -9,11 +9,13 @@ Weights are random (`load_format="dummy"`). Groups:
     throughput  1000 prompts of 512 tokens, 256 answered to each, 256 sequences, 8192 tokens a step, greedy,
                 no prefix cache; then one sequence on the same engine
     seqs        the same with 1024 sequences
-    budget      the same with half of the prompts under --memory 24GiB, and with an eighth under 18GiB
-    static      prompts and answers of 5 to 500 tokens, half as many: continuous beside fixed batches of 256
+    budget      the same under --memory 24GiB and 18GiB, where bf16 gets three tenths of the prompts: it holds
+                so few sequences at a time that this is a dozen waves too
+    static      prompts and answers of 5 to 500 tokens, twice as many: continuous beside fixed batches of 256
     head        one sequence with a head of 8 bits
 
-Each run prints its roofline and its numbers; then come one table and one JSON document. A setting runs in a
+Each run prints its roofline and its numbers; then come one table, the targets (engine_targets.py) and one
+JSON document. A setting runs in a
 process of its own, so that one that fails does not take the others along, and on an empty GPU. With
 --together all of a set are made ready at once, which saves most of the time, each with its budget or else
 with no more pages than it needs, and then measured one after the other: a set must fit the GPU. What is in
@@ -32,6 +34,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from engine_targets import comparisons
 
 from qinfer.bench import latency, throughput
 from qinfer.bench.dataset import Dataset
@@ -66,13 +70,12 @@ def settings() -> list[Setting]:
     found = [Setting("throughput", name, scheme, one=True) for name, scheme in schemes.items()]
     found.insert(2, Setting("throughput", "fp8 + fp8 KV", "w8a8-fp8", "fp8", one=True))
     found.append(Setting("seqs", "fp8 + fp8 KV, 1024 sequences", "w8a8-fp8", "fp8", 1024, at_least=1000))
-    for memory, share in (("24GiB", 0.5), ("18GiB", 0.125)):
-        small: dict[str, Any] = {"memory": memory, "share": share}
-        found.append(Setting("budget", f"bf16 in {memory}", "dense", **small))
-        found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", **small))
-    found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB", share=0.5))
+    for memory, share in (("24GiB", 1.0), ("18GiB", 0.3)):
+        found.append(Setting("budget", f"bf16 in {memory}", "dense", memory=memory, share=share))
+        found.append(Setting("budget", f"fp8 + fp8 KV in {memory}", "w8a8-fp8", "fp8", memory=memory))
+    found.append(Setting("budget", "w4a16 + fp8 KV in 24GiB", "w4a16", "fp8", memory="24GiB"))
     found.append(
-        Setting("static", "fp8 + fp8 KV, 5 to 500 tokens", "w8a8-fp8", "fp8", share=0.5, spread=True)
+        Setting("static", "fp8 + fp8 KV, 5 to 500 tokens", "w8a8-fp8", "fp8", share=2.0, spread=True)
     )
     few: dict[str, Any] = {"max_num_seqs": 16, "share": 0.03, "one": True, "lm_head_dtype": "int8"}
     found.append(Setting("head", "fp8 + fp8 KV, int8 head", "w8a8-fp8", "fp8", **few))
@@ -157,7 +160,8 @@ def measured(
         child.wait()
     for setting in wanted:
         if time.monotonic() < end:
-            print(f"\n{setting.label}", file=sys.stderr, flush=True)
+            left = "" if end == float("inf") else f", {end - time.monotonic():.0f} s left"
+            print(f"\n{setting.label}{left}", file=sys.stderr, flush=True)
             child = made.get(setting) or Apart(setting, num_prompts, together=False)
             yield setting.label, child.measured()
 
@@ -209,6 +213,7 @@ def main() -> None:
     head = f"{'':<42}{'tok/s':>9}{'roof':>6}{'one':>9}{'roof':>6}{'KV tokens':>11}{'plan':>7}{'running':>8}"
     print(f"\n{head}{'step ms':>9}{'load':>7}")
     print("\n".join(row(label, document) for label, document in found.items()))
+    print("", *comparisons(found), sep="\n")
     if not arguments.out:
         print(json.dumps(found))
 
