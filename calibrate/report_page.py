@@ -45,7 +45,6 @@ def html(report: QuantizeReport) -> str:
     title = f"{report.scheme} by {report.method}"
     model = str(report.settings.get("source", "")).rstrip("/").rsplit("/", 1)[-1]
     settings = [(escape(name), escape(value)) for name, value in _settings(report)]
-    rows = [[escape(cell) for cell in row] for row in _rows(report)]
     checks = "".join(f'<li><span class="good">✓</span> {escape(check)}</li>' for check in report.health)
     parts = [
         f"<h1>{escape(model)}: {escape(title)}</h1>",
@@ -57,11 +56,19 @@ def html(report: QuantizeReport) -> str:
         "the largest channel's magnitude over the median channel's; clipped is the share of numbers beyond "
         "their range. Inputs whose scale is made anew for every token are never clipped; where it is static, "
         "the range used is what all but one in 10,000 need of it.</p>",
-        table(_COLUMNS, rows, range(3, 11)),
+        _layers_table(report),
         f"<h2>Checked before the files appeared</h2><ul>{checks}</ul>",
         f"<h2>To get the same files</h2>{table(('setting', ''), settings)}",
     ]
     return page(f"{model}: {title}", "\n".join(parts))
+
+
+def _layers_table(report: QuantizeReport) -> str:
+    """All groups of all layers; columns in which nobody has a number, or a note, are left out."""
+    rows = _rows(report)
+    told = [i for i in range(len(_COLUMNS)) if any(row[i] not in ("-", "") for row in rows)]
+    cells = [[escape(row[i]) for i in told] for row in rows]
+    return table([_COLUMNS[i] for i in told], cells, [told.index(i) for i in told if 3 <= i < 11])
 
 
 def _settings(report: QuantizeReport) -> list[tuple[str, str]]:

@@ -129,5 +129,7 @@ def test_a_run_without_text_has_a_page_too(tmp_path):
     job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), tmp_path / "out", scheme="fp8")
     report = pipeline.run(job, progress=False)
     assert "<svg" not in html(report)
+    headings = re.findall(r"<th[^>]*>([^<]+)</th>", html(report))
+    assert headings[:4] == ["layer", "group", "scheme", "weight error"]  # nobody looked at anything else
     assert "no linear was left dense unasked" in html(report)
     assert re.search(r"\| 1 \| down \| w8a8-fp8 \| - \| - \| 0\.0\d+ \| - ", markdown(report))
