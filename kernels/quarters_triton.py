@@ -8,14 +8,23 @@ warps multiplies one, and in the end three groups leave their sums in shared mem
 multiprocessors have work, but a few are enough to keep the memory busy.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from qinfer.kernels.offline import Variant
+from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w4a16_warps_triton import store_tile
-from qinfer.kernels.warps_triton import copy_in, group_barrier
+from qinfer.kernels.warps_triton import copy_in, descriptor_type, group_barrier
 
 GROUPS = gl.constexpr(4)
+OPTIONS = {"num_warps": 4, "launch_pdl": True}
 
 
 @gluon.jit
@@ -33,7 +42,7 @@ def barriers(STAGES: gl.constexpr):
 
 
 @gluon.jit
-def copy_tokens(x, xs, ready, token, step, stage):
+def copy_tokens(step, stage, x, xs, ready, token):
     """The tokens of four steps of 128 inputs; what lies beyond the last input is zero."""
     for i in gl.static_range(GROUPS):
         copy_in(x, [token, (step * GROUPS + i) * 128], ready.index(stage), xs.index(stage * GROUPS + i))
@@ -51,3 +60,22 @@ def meet(PART: gl.constexpr, acc, sums, done, out, token, row, M, N):
         for i in gl.static_range(GROUPS - 1):
             acc += sums.index(i).load(acc.type.layout)
         store_tile(acc.to(out.dtype.element_ty), out, token, row, M, N)
+
+
+def tiles_of(m: int, n: int, bm: int) -> tuple[int, int]:
+    """Tiles of [64, bm] for N rows and M tokens, and how many of them lie along the tokens."""
+    blocks = triton.cdiv(m, bm)
+    return triton.cdiv(n, 64) * blocks, blocks
+
+
+def variant_of(
+    op: str, kernel: Any, entry: Tile, element: str, types: Mapping[str, str], constants: Mapping[str, Any]
+) -> Variant:
+    """A kernel by quarters as it compiles for activations of "bf16" or "fp16".
+
+    types: of its arguments that are no int, beside x and out.
+    """
+    types = {"x": descriptor_type(element, [entry["BM"], 128]), "out": f"*{element}", **types}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    label = " ".join([op, element, *(f"{key}={value}" for key, value in entry.items())])
+    return Variant(label, kernel, signature, constants, OPTIONS, ("N",), wants_tensor_cores=True)

@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: RUF005  tuples of a kernel can be added up but not unpacked
 """The product with 4-bit weights for up to 128 tokens and weights of few rows (see quarters_triton.py).
 
 Codes, scales and tokens come by the copy engine, into a ring of buffers that hold four steps of 128 inputs.
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,23 +20,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.quarters_triton import GROUPS, barriers, copy_tokens, meet
+from qinfer.kernels.quarters_triton import (
+    GROUPS,
+    OPTIONS,
+    barriers,
+    copy_tokens,
+    meet,
+    tiles_of,
+    variant_of,
+)
 from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w4a16_floats_triton import WORDS, floats, pairs, scale_of, scales_of, words_of
 from qinfer.kernels.warps_triton import (
     copy_in,
     descriptor,
-    descriptor_type,
+    fill_buffers,
     flat_descriptor,
     flat_descriptor_type,
     group_barrier,
     tell_next,
-    wait_for_previous,
 )
+
+WORDS_BLOCK, SCALES_BLOCK = [4 * GROUPS.value, 256], [GROUPS.value, 64]
 
 
 @gluon.jit
-def _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, step, stage, NUM_BYTES: gl.constexpr):
+def _copy_weight(step, stage, words, scale_zero, ws, ss, ready, row, tiles, NUM_BYTES: gl.constexpr):
     mbarrier.expect(ready.index(stage), NUM_BYTES)
     copy_in(words, [(row // 64 * tiles + step * GROUPS) * 4, 0], ready.index(stage), ws.index(stage))
     copy_in(scale_zero, [step * GROUPS, row], ready.index(stage), ss.index(stage))
@@ -45,25 +54,15 @@ def _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, step, stage, NUM_
 @gluon.jit
 def _copy(x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM: gl.constexpr,
           STAGES: gl.constexpr):  # fmt: skip
-    """The copying warp; it begins with the weight while the kernel in front still works on x."""
     NUM_BYTES: gl.constexpr = (64 * 64 + 64 * 4 + BM * 256) * GROUPS
-    steps = gl.cdiv(tiles, GROUPS)
-    soon = gl.minimum(steps, STAGES)
-    for i in range(soon):
-        _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, i, i, NUM_BYTES)
-    wait_for_previous(True)
-    for i in range(soon):
-        copy_tokens(x, xs, ready, token, i, i)
-    for i in range(soon, steps):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        _copy_weight(words, scale_zero, ws, ss, ready, row, tiles, i, stage, NUM_BYTES)
-        copy_tokens(x, xs, ready, token, i, stage)
+    fill_buffers(_copy_weight, (words, scale_zero, ws, ss, ready, row, tiles, NUM_BYTES), copy_tokens,
+                 (x, xs, ready, token), empty, gl.cdiv(tiles, GROUPS), STAGES, True)  # fmt: skip
 
 
 @gluon.jit
-def _multiply(PART: gl.constexpr, xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
-              BM: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, MODE: gl.constexpr,
+              EARLY: gl.constexpr, xs, ws, ss, ready, empty, done, sums, out, M, N, row, token,
+              tiles):  # fmt: skip
     """A multiplying group: of every four steps the one with its number."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     tell_next(EARLY == 1)
@@ -105,48 +104,38 @@ def by_quarters(x, words, scale_zero, out, M, N, tiles, blocks, BM: gl.constexpr
     ready, empty, done = barriers(STAGES)
     row = gl.program_id(0) // blocks * 64
     token = gl.program_id(0) % blocks * BM
+    given = (xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
-                         BM, STAGES, MODE, EARLY)),
-            (_multiply, (gl.constexpr(1), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
-                         BM, STAGES, MODE, EARLY)),
-            (_multiply, (gl.constexpr(2), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
-                         BM, STAGES, MODE, EARLY)),
-            (_multiply, (gl.constexpr(3), xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles,
-                         BM, STAGES, MODE, EARLY)),
+            (_multiply, (gl.constexpr(0), BM, STAGES, MODE, EARLY) + given),
+            (_multiply, (gl.constexpr(1), BM, STAGES, MODE, EARLY) + given),
+            (_multiply, (gl.constexpr(2), BM, STAGES, MODE, EARLY) + given),
+            (_multiply, (gl.constexpr(3), BM, STAGES, MODE, EARLY) + given),
             (_copy, (x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM, STAGES)),
         ],
         [4, 4, 4, 1],
         [112, 112, 112, 24],
-    )  # fmt: skip
+    )
 
 
 def launch_by_quarters(config: Tile, x: Tensor, words: Tensor, scale_zero: Tensor, out: Tensor) -> None:
     """Writes the product into out [T, N], by a row of the table that has QUARTERS."""
     (m, n), bm = out.shape, config["BM"]
-    blocks = triton.cdiv(m, bm)
-    by_quarters[(triton.cdiv(n, 64) * blocks,)](
-        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), [4 * GROUPS.value, 256]),
-        flat_descriptor(scale_zero, [GROUPS.value, 64]), out, m, n, words.shape[1], blocks,
-        **_constants(config), num_warps=4, launch_pdl=True,
+    programs, blocks = tiles_of(m, n, bm)
+    by_quarters[(programs,)](
+        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), WORDS_BLOCK),
+        flat_descriptor(scale_zero, SCALES_BLOCK), out, m, n, words.shape[1], blocks, **_constants(config),
+        **OPTIONS,
     )  # fmt: skip
 
 
 def variant_by_quarters(config: Tile, element: str) -> Variant:
     """As it compiles for activations of "bf16" or "fp16"."""
-    signature = {
-        "x": descriptor_type(element, [config["BM"], 128]),
-        "words": flat_descriptor_type("i32", [4 * GROUPS.value, 256]),
-        "scale_zero": flat_descriptor_type("i32", [GROUPS.value, 64]),
-        "out": f"*{element}",
-        **dict.fromkeys(("M", "N", "tiles", "blocks"), "i32"),
+    types = {
+        "words": flat_descriptor_type("i32", WORDS_BLOCK),
+        "scale_zero": flat_descriptor_type("i32", SCALES_BLOCK),
     }
-    options = {"num_warps": 4, "launch_pdl": True}
-    label = " ".join([element, *(f"{key}={value}" for key, value in config.items())])
-    return Variant(
-        f"w4a16 {label}", by_quarters, signature, _constants(config), options, ("N",), wants_tensor_cores=True
-    )
+    return variant_of("w4a16", by_quarters, config, element, types, _constants(config))
 
 
 def _constants(config: Tile) -> dict[str, Any]:

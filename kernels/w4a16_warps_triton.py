@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: RUF005  tuples of a kernel can be added up but not unpacked
 """The kernel of products with 4-bit weights on Hopper with one task per warp (see warps_triton.py).
 
 One warp copies ahead into a ring of buffers in shared memory, and begins with the weight before the kernel in
@@ -32,7 +33,7 @@ from qinfer.kernels.w4a16_floats_triton import (
     scales_of,
     words_of,
 )
-from qinfer.kernels.warps_triton import copy_in, group_barrier, tell_next, wait_for_previous
+from qinfer.kernels.warps_triton import copy_in, fill_buffers, group_barrier, tell_next
 
 
 @gluon.jit
@@ -51,47 +52,41 @@ def _share(tiles, steps, whole, pieces):
 
 
 @gluon.jit
-def _copy_weight(words, scale_zero, ws, ss, ready, unit, steps, tiles, blocks, stage, NUM_BYTES: gl.constexpr,
-                 BN: gl.constexpr, UNROLL: gl.constexpr, PER_GROUP: gl.constexpr):  # fmt: skip
+def _copy_weight(step, stage, low, words, scale_zero, ws, ss, ready, steps, tiles, blocks,
+                 NUM_BYTES: gl.constexpr, BN: gl.constexpr, UNROLL: gl.constexpr,
+                 PER_GROUP: gl.constexpr):  # fmt: skip
     mbarrier.expect(ready.index(stage), NUM_BYTES)
-    first = unit // steps // blocks * (BN // 64)
-    step = unit % steps * UNROLL
+    first = (low + step) // steps // blocks * (BN // 64)
+    tile = (low + step) % steps * UNROLL
     for i in gl.static_range(BN // 64):
-        at = ((first + i) * tiles + step) * 4
+        at = ((first + i) * tiles + tile) * 4
         copy_in(words, [at, 0], ready.index(stage), ws.index(stage * (BN // 64) + i))
     for i in gl.static_range(UNROLL):
-        at = (step + i) // PER_GROUP
+        at = (tile + i) // PER_GROUP
         copy_in(scale_zero, [at, first * 64], ready.index(stage), ss.index(stage * UNROLL + i))
 
 
 @gluon.jit
-def _copy_tokens(x, xs, ready, unit, steps, blocks, stage, BM: gl.constexpr, UNROLL: gl.constexpr):
+def _copy_tokens(step, stage, low, x, xs, ready, steps, blocks, BM: gl.constexpr, UNROLL: gl.constexpr):
+    unit = low + step
     for i in gl.static_range(UNROLL):
         at = [unit // steps % blocks * BM, (unit % steps * UNROLL + i) * 128]
         copy_in(x, at, ready.index(stage), xs.index(stage * UNROLL + i))
 
 
 @gluon.jit
-def _copy(x, words, scale_zero, xs, ws, ss, ready, empty, N, tiles, blocks, whole, pieces, BM: gl.constexpr,
-          BN: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr, GROUP: gl.constexpr):  # fmt: skip
-    """The copying warp: fills the next buffers as soon as all groups have emptied them."""
+def _copy(BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
+          GROUP: gl.constexpr, x, words, scale_zero, xs, ws, ss, ready, empty, N, tiles, blocks, whole,
+          pieces):  # fmt: skip
     NUM_BYTES: gl.constexpr = (BN * 64 + BN * 4 + BM * 256) * UNROLL
-    PER_GROUP: gl.constexpr = GROUP // 128
     steps = gl.cdiv(tiles, UNROLL)
     low, high = _share(gl.cdiv(N, BN) * blocks, steps, whole, pieces)
-    soon = gl.minimum(high - low, STAGES)
-    for i in range(soon):
-        _copy_weight(words, scale_zero, ws, ss, ready, low + i, steps, tiles, blocks, i, NUM_BYTES, BN,
-                     UNROLL, PER_GROUP)  # fmt: skip
-    wait_for_previous(True)
-    for i in range(soon):
-        _copy_tokens(x, xs, ready, low + i, steps, blocks, i, BM, UNROLL)
-    for i in range(soon, high - low):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        _copy_weight(words, scale_zero, ws, ss, ready, low + i, steps, tiles, blocks, stage, NUM_BYTES, BN,
-                     UNROLL, PER_GROUP)  # fmt: skip
-        _copy_tokens(x, xs, ready, low + i, steps, blocks, stage, BM, UNROLL)
+    PER_GROUP: gl.constexpr = GROUP // 128
+    fill_buffers(
+        _copy_weight, (low, words, scale_zero, ws, ss, ready, steps, tiles, blocks, NUM_BYTES, BN, UNROLL,
+                       PER_GROUP),
+        _copy_tokens, (low, x, xs, ready, steps, blocks, BM, UNROLL), empty, high - low, STAGES, True,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -140,9 +135,9 @@ def store_sums(y, out, token, row, M, N):
 
 
 @gluon.jit
-def _multiply(PART: gl.constexpr, xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks, whole, pieces,
-              BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, UNROLL: gl.constexpr,
-              MODE: gl.constexpr, EARLY: gl.constexpr, PARTS: gl.constexpr):  # fmt: skip
+def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+              UNROLL: gl.constexpr, MODE: gl.constexpr, EARLY: gl.constexpr, PARTS: gl.constexpr, xs, ws, ss,
+              ready, empty, out, parts, M, N, tiles, blocks, whole, pieces):  # fmt: skip
     """A multiplying group: rows PART * 64.. of every tile of its program."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     steps = gl.cdiv(tiles, UNROLL)
@@ -201,33 +196,27 @@ def by_warps(x, words, scale_zero, out, parts, M, N, tiles, blocks, whole, piece
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=BN // 64)
     fence_async_shared()
+    given = (xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks, whole, pieces)
+    copied = (x, words, scale_zero, xs, ws, ss, ready, empty, N, tiles, blocks, whole, pieces)
     if BN == 128:
         gl.warp_specialize(
             [
-                (_multiply, (gl.constexpr(0), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_multiply, (gl.constexpr(1), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_copy, (x, words, scale_zero, xs, ws, ss, ready, empty, N, tiles, blocks, whole, pieces,
-                         BM, BN, STAGES, UNROLL, GROUP)),
+                (_multiply, (gl.constexpr(0), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_multiply, (gl.constexpr(1), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_copy, (BM, BN, STAGES, UNROLL, GROUP) + copied),
             ],
             [4, 1],
             [REGISTERS, 24],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (gl.constexpr(0), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_multiply, (gl.constexpr(1), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_multiply, (gl.constexpr(2), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_multiply, (gl.constexpr(3), xs, ws, ss, ready, empty, out, parts, M, N, tiles, blocks,
-                             whole, pieces, BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS)),
-                (_copy, (x, words, scale_zero, xs, ws, ss, ready, empty, N, tiles, blocks, whole, pieces,
-                         BM, BN, STAGES, UNROLL, GROUP)),
+                (_multiply, (gl.constexpr(0), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_multiply, (gl.constexpr(1), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_multiply, (gl.constexpr(2), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_multiply, (gl.constexpr(3), BM, BN, STAGES, UNROLL, MODE, EARLY, PARTS) + given),
+                (_copy, (BM, BN, STAGES, UNROLL, GROUP) + copied),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+        )

@@ -1,11 +1,11 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: RUF005  tuples of a kernel can be added up but not unpacked
 """The product with 8-bit weights for up to 64 tokens and weights of few rows (see quarters_triton.py)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,24 +16,33 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.quarters_triton import GROUPS, barriers, copy_tokens, meet
+from qinfer.kernels.quarters_triton import (
+    GROUPS,
+    OPTIONS,
+    barriers,
+    copy_tokens,
+    meet,
+    tiles_of,
+    variant_of,
+)
 from qinfer.kernels.tiles import Tile
 from qinfer.kernels.w8a16_warps_triton import floats
 from qinfer.kernels.warps_triton import (
     copy_in,
     descriptor,
-    descriptor_type,
+    fill_buffers,
     flat_descriptor,
     flat_descriptor_type,
     group_barrier,
     seen_as,
     tell_next,
-    wait_for_previous,
 )
+
+WORDS_BLOCK = [8, 256]
 
 
 @gluon.jit
-def _copy_weight(words, ws, ready, row, N, step, stage, NUM_BYTES: gl.constexpr):
+def _copy_weight(step, stage, words, ws, ready, row, N, NUM_BYTES: gl.constexpr):
     mbarrier.expect(ready.index(stage), NUM_BYTES)
     for i in gl.static_range(GROUPS):
         at = ((step * GROUPS + i) * N + row) // 8
@@ -42,26 +51,15 @@ def _copy_weight(words, ws, ready, row, N, step, stage, NUM_BYTES: gl.constexpr)
 
 @gluon.jit
 def _copy(x, words, xs, ws, ready, empty, row, token, panels, N, BM: gl.constexpr, STAGES: gl.constexpr):
-    """The copying warp; it begins with the weight while the kernel in front still works on x."""
     NUM_BYTES: gl.constexpr = (64 * 128 + BM * 256) * GROUPS
-    steps = gl.cdiv(panels, GROUPS)
-    soon = gl.minimum(steps, STAGES)
-    for i in range(soon):
-        _copy_weight(words, ws, ready, row, N, i, i, NUM_BYTES)
-    wait_for_previous(True)
-    for i in range(soon):
-        copy_tokens(x, xs, ready, token, i, i)
-    for i in range(soon, steps):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        _copy_weight(words, ws, ready, row, N, i, stage, NUM_BYTES)
-        copy_tokens(x, xs, ready, token, i, stage)
+    fill_buffers(_copy_weight, (words, ws, ready, row, N, NUM_BYTES), copy_tokens, (x, xs, ready, token),
+                 empty, gl.cdiv(panels, GROUPS), STAGES, True)  # fmt: skip
 
 
 @gluon.jit
-def _multiply(PART: gl.constexpr, xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row, token,
-              panels, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr,
-              EARLY: gl.constexpr):  # fmt: skip
+def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr,
+              FP8: gl.constexpr, EARLY: gl.constexpr, xs, ws, ready, empty, done, sums, scale, bias, out,
+              M, N, row, token, panels):  # fmt: skip
     """A multiplying group: of every four steps the one with its number."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -105,21 +103,18 @@ def by_quarters(x, words, scale, bias, out, M, N, panels, blocks, BM: gl.constex
     ready, empty, done = barriers(STAGES)
     row = gl.program_id(0) // blocks * 64
     token = gl.program_id(0) % blocks * BM
+    given = (xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row, token, panels)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
-                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(1), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
-                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(2), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
-                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(3), xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row,
-                         token, panels, BM, STAGES, BIAS, FP8, EARLY)),
+            (_multiply, (gl.constexpr(0), BM, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(1), BM, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(2), BM, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(3), BM, STAGES, BIAS, FP8, EARLY) + given),
             (_copy, (x, words, xs, ws, ready, empty, row, token, panels, N, BM, STAGES)),
         ],
         [4, 4, 4, 1],
         [112, 112, 112, 24],
-    )  # fmt: skip
+    )
 
 
 def launch_by_quarters(
@@ -127,27 +122,18 @@ def launch_by_quarters(
 ) -> None:
     """Writes the product into out [M, N], by a row of the table that has QUARTERS."""
     (m, n), bm = out.shape, entry["BM"]
-    blocks = triton.cdiv(m, bm)
-    by_quarters[(triton.cdiv(n, 64) * blocks,)](
-        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), [8, 256]), scale,
+    programs, blocks = tiles_of(m, n, bm)
+    by_quarters[(programs,)](
+        descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), WORDS_BLOCK), scale,
         scale if bias is None else bias, out, m, n, words.shape[0], blocks,
-        **_constants(entry, bias is not None, fp8), num_warps=4, launch_pdl=True,
+        **_constants(entry, bias is not None, fp8), **OPTIONS,
     )  # fmt: skip
 
 
 def variant_by_quarters(op: str, entry: Tile, element: str) -> Variant:
     """As it compiles for activations of "bf16" or "fp16"."""
-    signature = {
-        "x": descriptor_type(element, [entry["BM"], 128]),
-        "words": flat_descriptor_type("i32", [8, 256]),
-        "scale": "*fp32",
-        "bias": "*fp32",
-        "out": f"*{element}",
-        **dict.fromkeys(("M", "N", "panels", "blocks"), "i32"),
-    }
-    constants, options = _constants(entry, False, op == "w8a16_fp8"), {"num_warps": 4, "launch_pdl": True}
-    label = " ".join([op, element, *(f"{key}={value}" for key, value in entry.items())])
-    return Variant(label, by_quarters, signature, constants, options, ("N",), wants_tensor_cores=True)
+    types = {"words": flat_descriptor_type("i32", WORDS_BLOCK), "scale": "*fp32", "bias": "*fp32"}
+    return variant_of(op, by_quarters, entry, element, types, _constants(entry, False, op == "w8a16_fp8"))
 
 
 def _constants(entry: Tile, bias: bool, fp8: bool) -> dict[str, Any]:

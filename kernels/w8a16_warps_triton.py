@@ -1,4 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# ruff: noqa: RUF005  tuples of a kernel can be added up but not unpacked
 """The kernel of products with 8-bit weights on Hopper with one task per warp (see w4a16_warps_triton.py).
 
 Codes become 16-bit floats as in w8a16_triton.py. Their scale is one for a row, by which
@@ -21,7 +22,7 @@ from qinfer.kernels.w8a16_widen_triton import (
     INT8_TO_BFLOAT16,
     INT8_TO_FLOAT16,
 )
-from qinfer.kernels.warps_triton import copy_in, group_barrier, tell_next, wait_for_previous
+from qinfer.kernels.warps_triton import copy_in, fill_buffers, group_barrier, tell_next
 
 
 @gluon.jit
@@ -35,24 +36,23 @@ def _place(M, steps, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
+def _copy_weight(step, stage, low, w, ws, ready, N, row, NUM_BYTES: gl.constexpr):
+    mbarrier.expect(ready.index(stage), NUM_BYTES)
+    copy_in(w, [(low + step) * N + row, 0], ready.index(stage), ws.index(stage))
+
+
+@gluon.jit
+def _copy_tokens(step, stage, low, x, xs, ready, token):
+    copy_in(x, [token, (low + step) * 128], ready.index(stage), xs.index(stage))
+
+
+@gluon.jit
 def _copy(x, w, xs, ws, ready, empty, M, N, steps, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
           EARLY: gl.constexpr):  # fmt: skip
-    """The copying warp: fills the next buffers as soon as all groups have emptied them."""
     NUM_BYTES: gl.constexpr = BN * 128 + BM * 256
     token, row, low, high = _place(M, steps, BM, BN)
-    soon = gl.minimum(high - low, STAGES)
-    for i in range(soon):
-        mbarrier.expect(ready.index(i), NUM_BYTES)
-        copy_in(w, [(low + i) * N + row, 0], ready.index(i), ws.index(i))
-    wait_for_previous(EARLY)
-    for i in range(soon):
-        copy_in(x, [token, (low + i) * 128], ready.index(i), xs.index(i))
-    for i in range(soon, high - low):
-        stage = i % STAGES
-        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
-        mbarrier.expect(ready.index(stage), NUM_BYTES)
-        copy_in(w, [(low + i) * N + row, 0], ready.index(stage), ws.index(stage))
-        copy_in(x, [token, (low + i) * 128], ready.index(stage), xs.index(stage))
+    fill_buffers(_copy_weight, (low, w, ws, ready, N, row, NUM_BYTES), _copy_tokens,
+                 (low, x, xs, ready, token), empty, high - low, STAGES, EARLY)  # fmt: skip
 
 
 @gluon.jit
@@ -85,9 +85,9 @@ def _add(acc, words, tokens, FP8: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(PART: gl.constexpr, xs, ws, ready, empty, scale, bias, out, M, N, steps, BM: gl.constexpr,
-              BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr,
-              FP8: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+              BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr, xs, ws, ready, empty, scale, bias,
+              out, M, N, steps):  # fmt: skip
     """A multiplying group: rows PART * 64.. of its program's tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     WORDS: gl.constexpr = gl.DistributedLinearLayout(
@@ -139,18 +139,15 @@ def by_warps(x, w, scale, bias, out, M, N, steps, BM: gl.constexpr, BN: gl.const
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=BN // 64)
     fence_async_shared()
+    given = (xs, ws, ready, empty, scale, bias, out, M, N, steps)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), xs, ws, ready, empty, scale, bias, out, M, N, steps, BM, BN, STAGES,
-                         BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(1), xs, ws, ready, empty, scale, bias, out, M, N, steps, BM, BN, STAGES,
-                         BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(2), xs, ws, ready, empty, scale, bias, out, M, N, steps, BM, BN, STAGES,
-                         BIAS, FP8, EARLY)),
-            (_multiply, (gl.constexpr(3), xs, ws, ready, empty, scale, bias, out, M, N, steps, BM, BN, STAGES,
-                         BIAS, FP8, EARLY)),
+            (_multiply, (gl.constexpr(0), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(1), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(2), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (gl.constexpr(3), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
             (_copy, (x, w, xs, ws, ready, empty, M, N, steps, BM, BN, STAGES, EARLY)),
         ],
         [4, 4, 4, 1],
         [112, 112, 112, 24],
-    )  # fmt: skip
+    )

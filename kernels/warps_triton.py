@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # Triton 3.9 has new names for copies between memory and shared memory, a group's barrier, and another view.
@@ -44,6 +44,27 @@ def tell_next(EARLY: gl.constexpr):
             is_pure=False,
             pack=1,
         )
+
+
+@gluon.jit
+def fill_buffers(copy_weight: gl.constexpr, weight, copy_tokens: gl.constexpr, tokens, empty, steps,
+                 STAGES: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+    """The copying warp of a product: fills the next buffers as soon as all groups have emptied them.
+
+    `copy_weight` and `copy_tokens` are called with step, buffer and what their tuple has. With EARLY the
+    weight of the first steps comes while the kernel in front still works on the tokens.
+    """
+    soon = gl.minimum(steps, STAGES)
+    for i in range(soon):
+        copy_weight(i, i, *weight)
+    wait_for_previous(EARLY)
+    for i in range(soon):
+        copy_tokens(i, i, *tokens)
+    for i in range(soon, steps):
+        stage = i % STAGES
+        mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+        copy_weight(i, stage, *weight)
+        copy_tokens(i, stage, *tokens)
 
 
 def descriptor_type(element: str, block: list[int]) -> str:
