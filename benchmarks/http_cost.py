@@ -10,7 +10,7 @@ streams. Both engines take as many sequences at once as there are clients, greed
 cache. Clients must not be what limits: they read without looking, and a fast engine wants several processes
 of them. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the
 rounds; rounds alternate, since the speed of a shared machine drifts. Beside it stands the processor time per
-token of the process with the engine, which a busy machine disturbs less.
+token, of the process that generates or of the two that serve, which a busy machine disturbs less.
 """
 
 from __future__ import annotations
@@ -79,12 +79,17 @@ def server(model: str, words: Sequence[str]) -> Iterator[Callable[[], tuple[str,
             process.wait(60)
 
 
-def rate(process: psutil.Process, work: Callable[[], int]) -> Rate:
-    """Runs `work`, which returns how many tokens `process` has made for it."""
-    cpu, began = sum(process.cpu_times()[:2]), time.perf_counter()
+def spent(processes: Sequence[psutil.Process]) -> float:
+    """Seconds of processor time so far."""
+    return float(sum(sum(process.cpu_times()[:2]) for process in processes))
+
+
+def rate(processes: Sequence[psutil.Process], work: Callable[[], int]) -> Rate:
+    """Runs `work`, which returns how many tokens `processes` have made for it."""
+    before, began = spent(processes), time.perf_counter()
     tokens = work()
     seconds = time.perf_counter() - began
-    return Rate(tokens / seconds, 1e3 * (sum(process.cpu_times()[:2]) - cpu) / tokens)
+    return Rate(tokens / seconds, 1e3 * (spent(processes) - before) / tokens)
 
 
 def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
@@ -94,15 +99,32 @@ def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
+class Answer(asyncio.Protocol):
+    """Sends a request and gathers what comes, of which nothing is read before it has ended."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request, self.content = request, bytearray()
+        self.ended = asyncio.get_running_loop().create_future()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self.request)
+
+    def data_received(self, data: bytes) -> None:
+        self.content += data
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(bytes(self.content))
+
+
 async def answered(host: str, port: int, body: dict[str, Any]) -> int:
-    """The tokens of one complete answer, of which nothing is read before it has ended."""
+    """The tokens of one complete answer."""
     content = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(host, port)
     head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    writer.write(head.encode() + content)
-    answer = await reader.read()
-    writer.close()
+    asked = Answer(head.encode() + content)
+    await asyncio.get_running_loop().create_connection(lambda: asked, host, port)
+    answer = await asked.ended
     assert answer.startswith(b"HTTP/1.1 200 "), answer[:500]
     assert not body["stream"] or answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-500:]
     return int(re.findall(rb'"completion_tokens":(\d+)', answer)[-1])
@@ -161,7 +183,7 @@ def measured(
     asked: argparse.Namespace, words: Sequence[str], limits: dict[str, Any]
 ) -> tuple[str, list[Sequence[Rate]]]:
     """The device, and a rate for each of COLUMNS, round after round but the first, which warms up."""
-    count, me, rounds = asked.client_processes, psutil.Process(), []
+    count, me, rounds = asked.client_processes, [psutil.Process()], []
     workers = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"))
     with workers as pool, server(asked.model, words) as ready:
         pool.submit(int)  # starts all of them, which import for seconds, while the engines load
@@ -170,12 +192,13 @@ def measured(
         tokenizer = llm.get_tokenizer()
         prompts = texts_of(dataset.draw(tokenizer.vocab_size, tokenizer), tokenizer, dataset.seed)
         url, process = ready()
+        both = [process, *process.children()]
         crowd = Crowd(pool, count, asked.clients, prompts)
         for _ in range(asked.rounds + 1):
             work = (
                 (me, lambda: generated(llm, prompts)),
-                (process, lambda: crowd(url, stream=True)),
-                (process, lambda: crowd(url, stream=False)),
+                (both, lambda: crowd(url, stream=True)),
+                (both, lambda: crowd(url, stream=False)),
             )
             found = []
             for name, one in zip(COLUMNS, work, strict=True):
