@@ -20,6 +20,9 @@ How long is a piece? Memory-bound programs share a multiprocessor's bandwidth, s
 multiprocessor: (programs / multiprocessors, rounded up) x (units + a constant for starting). The planner
 tries a few lengths and takes the cheapest, the longest among equals. Every sum has a fixed order: same
 lengths, same cut, same bits.
+
+The planner runs beside the kernel in front (programmatic dependent launch): what it reads was there before
+the step began. It waits before it writes, for its room may be what that kernel still reads.
 """
 
 from __future__ import annotations
@@ -30,13 +33,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from qinfer.kernels.paged_attention import Geometry, PagedBatch
+from qinfer.kernels.rows_triton import INTERPRETED
 
 UNIT = 64  # tokens; every tile of the decode kernel divides it or is a multiple of it
 MIN_ROUNDS, MAX_ROUNDS = 3, 4  # programs per multiprocessor that the planner tries
 MAX_PIECES = 128  # of one row: bounds the sum over pieces that the last one makes
 START_COST = 1  # in units, of one more program
+EARLY = not INTERPRETED
 ITEM = tl.constexpr(8)  # int32 per record: 32 bytes, one sector
 
 
@@ -90,6 +96,8 @@ def plan_rows(batch: PagedBatch, geometry: Geometry, num_sms: int) -> RowPlan:
         MAX_PIECES,
         START_COST,
         BLOCK=max(64, triton.next_power_of_2(num_seqs)),
+        EARLY=EARLY,
+        launch_pdl=EARLY,
     )
     records, counts = items.view(-1, 8), counters.view(bound, -1)
     return RowPlan(batch, geometry, header, records, counts, prefill.view(3, -1), read=[])
@@ -114,7 +122,10 @@ def _plan(
     MAX_PIECES: tl.constexpr,
     START_COST: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        cuda.gdc_launch_dependents()
     slot = tl.arange(0, BLOCK)
     inside = slot < num_seqs
     num_rows = tl.load(query_starts + num_seqs).to(tl.int32)
@@ -161,6 +172,15 @@ def _plan(
     pieces = tl.where(is_item, tl.maximum((units + best - 1) // best, 1), 0)
     first_item = tl.cumsum(pieces, 0) - pieces
     num_items = tl.sum(pieces, 0)
+    prefilled = is_prefill.to(tl.int32)
+    rank = tl.cumsum(prefilled, 0) - 1
+    num_prefill = tl.sum(prefilled, 0)
+    first_rows, num_prefill_rows = _closed_up(tl.where(is_prefill, rows, 0))
+    num_pages = tl.where(is_prefill, (seq_len + page_size - 1) // page_size, 0)
+    first_pages, num_prefill_pages = _closed_up(num_pages)
+
+    if EARLY:
+        cuda.gdc_wait()
     for piece in range(0, tl.max(pieces, 0)):
         mask = piece < pieces
         share = tl.maximum(pieces, 1)
@@ -175,21 +195,20 @@ def _plan(
     for at in range(0, num_items * num_kv_heads, BLOCK):
         tl.store(counters + at + slot, tl.zeros_like(slot), mask=at + slot < num_items * num_kv_heads)
 
-    rank = tl.cumsum(is_prefill.to(tl.int32), 0) - 1
-    num_prefill = tl.sum(is_prefill.to(tl.int32), 0)
     tl.store(prefill + rank, seq, mask=is_prefill)
+    firsts = prefill + num_seqs + 1
+    tl.store(firsts + rank, first_rows, mask=is_prefill)
+    tl.store(firsts + num_prefill, num_prefill_rows)
+    firsts += num_seqs + 1
+    tl.store(firsts + rank, first_pages, mask=is_prefill)
+    tl.store(firsts + num_prefill, num_prefill_pages)
     tl.store(header, num_items)
     tl.store(header + 1, num_prefill)
-    firsts = prefill + num_seqs + 1
-    tl.store(header + 2, _closed_up(firsts, tl.where(is_prefill, rows, 0), is_prefill, rank))
-    pages = tl.where(is_prefill, (seq_len + page_size - 1) // page_size, 0)
-    tl.store(header + 3, _closed_up(firsts + num_seqs + 1, pages, is_prefill, rank))
+    tl.store(header + 2, num_prefill_rows)
+    tl.store(header + 3, num_prefill_pages)
 
 
 @triton.jit
-def _closed_up(firsts, counts, chosen, rank):
-    """Stores where each of the `chosen` begins if they lie one after the other, and their sum, its result."""
-    total = tl.sum(counts, 0)
-    tl.store(firsts + rank, tl.cumsum(counts, 0) - counts, mask=chosen)
-    tl.store(firsts + tl.sum(chosen.to(tl.int32), 0), total)
-    return total
+def _closed_up(counts):
+    """Where each begins if they lie one after the other, and their sum."""
+    return tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
