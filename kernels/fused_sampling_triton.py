@@ -46,7 +46,7 @@ class Survey(NamedTuple):
 
 def greedy(logits: Tensor) -> Tensor:
     """As its meaning."""
-    return _ids(logits, None, Limits(torch.zeros(len(logits), device=logits.device)))
+    return _ids(logits, None, Limits())
 
 
 def sample(

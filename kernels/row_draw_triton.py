@@ -132,6 +132,8 @@ def finish(logits, uniform, temperature, top_k, top_p, min_p, maxima, sums, mini
     real = each < num_chunks
     largest = tl.load(maxima + at, mask=real, other=-INF)
     broken = tl.max((largest != largest).to(tl.int32), 0) > 0
+    if uniform is None:
+        greedy = t > 0  # whatever was asked for: there is nothing to draw by
     if ids is not None and (greedy | broken):
         place = tl.min(tl.where(largest == top, tl.load(places + at, mask=real, other=0), num_tokens - 1), 0)
         tl.store(ids + row, tl.where(broken, -1, place).to(tl.int64))

@@ -35,23 +35,22 @@ if TYPE_CHECKING:
 class StepGraphs:
     """Captured steps of some shapes; `num_bytes` of device memory went into them."""
 
-    def __init__(self, hidden: Tensor, ids: Tensor) -> None:
-        """`hidden` [T, H] and `ids` [S] are where results of the largest shapes have room."""
+    def __init__(self, hidden: Tensor) -> None:
+        """`hidden` [T, H] is where results of the largest shape have room."""
         self.num_bytes = 0
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._choices: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._choices: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._hidden = hidden
-        self._ids = ids
 
     def add(self, runner: Runner, shape: Shape) -> None:
         """Captures the steps of one more shape, on the current stream."""
         assert runner.buffers is not None
         inputs = runner.buffers.inputs(shape)
-        hidden, ids = self._hidden[: shape.num_tokens], self._ids[: shape.num_tokens]
-        self._graphs[shape] = self._captured(lambda: hidden.copy_(runner.forward(inputs)))
+        hidden = self._hidden[: shape.num_tokens]
+        self._graphs[shape], _ = self._captured(lambda: hidden.copy_(runner.forward(inputs)))
         if shape.decodes:
-            self._choices[shape] = self._captured(lambda: ids.copy_(runner.choose(hidden, inputs)))
+            self._choices[shape] = self._captured(lambda: runner.choose(hidden, inputs))
 
     def replay(self, shape: Shape) -> Tensor:
         """Runs the step whose inputs are in the buffers -> hidden states [T, H], good until the next."""
@@ -60,16 +59,18 @@ class StepGraphs:
 
     def greedy(self, shape: Shape) -> Tensor:
         """The likeliest tokens [S] after the decode step that was just replayed, good until the next."""
-        self._choices[shape].replay()
-        return self._ids[: shape.num_tokens]
+        graph, ids = self._choices[shape]
+        graph.replay()
+        return ids
 
-    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _captured(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """The work as a graph, and its result, which each replay makes anew in the same place."""
         work()  # whatever is made at first use is made outside
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self._pool)
-        work()
+        result = work()
         graph.capture_end()
-        return graph
+        return graph, result
 
 
 def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | None:
@@ -85,7 +86,7 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
     hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
-    graphs = StepGraphs(hidden, torch.zeros(longest, dtype=torch.int64, device=device))
+    graphs = StepGraphs(hidden)
     before = _held(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
     with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)), _no_collection():

@@ -169,8 +169,7 @@ class Runner:
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
         """A step's tensors -> hidden states after the final norm [T, H]."""
-        last = self._last[inputs.lanes]
-        token_ids = torch.where(inputs.token_ids < 0, last, inputs.token_ids)
+        token_ids = ops.known_ids(inputs.token_ids, self._last, inputs.lanes)
         attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
         return self.decoder.forward(token_ids, inputs.positions, attend)
 
@@ -180,7 +179,7 @@ class Runner:
         logits = self._sampled_logits(hidden, inputs, to_compare=inputs.draw is None)
         ids = choose(logits, inputs.draw, limited=limited)
         lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
-        self._last.index_copy_(0, lanes, ids.clamp(min=0))
+        self._last.index_copy_(0, lanes, ids)
         return ids
 
     def _compute(self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None) -> _Computed:

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, the draw, and the log-probabilities to tell."""
+"""From logits to tokens: penalties, filters, the draw, what the next step finds of it, and what to tell."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import Tensor
 
 from qinfer import backend
 from qinfer.kernels import fused_sampling as _fused_sampling
+from qinfer.kernels import known_ids as _known_ids
 from qinfer.kernels import sampling as _sampling
 
 
@@ -59,6 +60,16 @@ def sample(
     if logits.is_cuda:
         return backend.run(_fused_sampling.sample, logits, uniform, temperature, top_k, top_p, min_p)
     return _fused_sampling.sample(logits, uniform, temperature, top_k, top_p, min_p)
+
+
+def known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> Tensor:
+    """token_ids [T] int64, and in place of negative ones what is in last [L] at the token's lane [T] -> [T].
+
+    What is negative there too becomes 0.
+    """
+    if token_ids.is_cuda:
+        return backend.run(_known_ids.known_ids, token_ids, last, lanes)
+    return _known_ids.known_ids(token_ids, last, lanes)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -180,10 +180,10 @@ def replaying(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
     runner.buffers = StepBuffers(runner._tables, runner.limits, runner.decoder.device)
     captured, greedy = StepGraphs._captured, StepGraphs.greedy
 
-    def recorded(self: StepGraphs, work: Callable[[], object]) -> Any:
-        graph = captured(self, work)
-        graph.work = torch.inference_mode()(work)
-        return graph
+    def recorded(self: StepGraphs, work: Callable[[], torch.Tensor]) -> Any:
+        graph, result = captured(self, work)
+        graph.work = torch.inference_mode()(lambda: result.copy_(work()))
+        return graph, result
 
     for name, value in (("CUDAGraph", Recorded), ("graph_pool_handle", tuple), ("stream", nullcontext)):
         monkeypatch.setattr(torch.cuda, name, value)

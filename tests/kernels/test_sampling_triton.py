@@ -64,6 +64,9 @@ def test_temperature_alone_and_greedy() -> None:
     assert ids.tolist() == fused_sampling.sample(logits, uniforms(3), temperature).tolist()
     assert fused_sampling_triton.greedy(logits).tolist() == logits.argmax(1).tolist()
     assert ids[1] == 0
+    logits[2, 77] = math.nan
+    likeliest = fused_sampling.greedy(logits).tolist()
+    assert fused_sampling_triton.greedy(logits).tolist() == likeliest == [int(logits[0].argmax()), 0, -1]
 
 
 @pytest.mark.parametrize(
