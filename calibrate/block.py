@@ -31,6 +31,7 @@ from qinfer.model.rotary import Rope
 from qinfer.quant import Dense
 
 MAX_BATCH_TOKENS = 4096
+_CACHED_BATCH_TOKENS = 1024
 
 
 @dataclass
@@ -56,6 +57,18 @@ class Batch:
     def attend(self) -> CausalAttention:
         """Causal attention within each sequence."""
         return CausalAttention(self.num_sequences)
+
+
+def batch_tokens(config: ModelConfig, *, on_gpu: bool) -> int:
+    """Tokens in a batch, at most: on a processor so few that what lies between products stays in its caches.
+
+    Wide layers do no better for it, as products are most of their work and read all weights for each batch.
+    """
+    return (
+        MAX_BATCH_TOKENS
+        if on_gpu
+        else min(MAX_BATCH_TOKENS, max(_CACHED_BATCH_TOKENS, 2 * config.hidden_size))
+    )
 
 
 def load_block(checkpoint: Checkpoint, index: int, device: torch.device = CPU) -> Block:
@@ -117,7 +130,8 @@ def embed_batches(
     turns = _stem(config, embedding[:1].to(device))
     ropes: dict[tuple[int, int], Rope] = {}
     batches: list[Batch] = []
-    for keep, ids in _equal_lengths(sequences, _spread(sequences, search_tokens)):
+    size = batch_tokens(config, on_gpu=device.type == "cuda")
+    for keep, ids in _equal_lengths(sequences, _spread(sequences, search_tokens), size):
         shape = len(ids), len(ids[0])
         if shape not in ropes:
             ropes[shape] = turns.rope(torch.arange(shape[1], device=device).repeat(shape[0]))
@@ -151,14 +165,14 @@ def _spread(sequences: Sequence[Sequence[int]], num_tokens: int) -> set[int]:
 
 
 def _equal_lengths(
-    sequences: Sequence[Sequence[int]], kept: set[int]
+    sequences: Sequence[Sequence[int]], kept: set[int], batch_tokens: int
 ) -> list[tuple[bool, list[Sequence[int]]]]:
-    """Groups sequences of one length and one purpose into batches of at most MAX_BATCH_TOKENS tokens."""
+    """Groups sequences of one length and one purpose into batches of at most `batch_tokens` tokens."""
     groups: dict[tuple[bool, int], list[Sequence[int]]] = defaultdict(list)
     for i, sequence in enumerate(sequences):
         groups[i in kept, len(sequence)].append(sequence)
     batches = []
     for (keep, length), members in groups.items():
-        size = max(1, MAX_BATCH_TOKENS // length)
+        size = max(1, batch_tokens // length)
         batches += [(keep, members[i : i + size]) for i in range(0, len(members), size)]
     return batches

@@ -1,13 +1,15 @@
 """GPTQ: rounds column by column and lets the columns to come make up for each error (arXiv 2210.17323).
 
-Rounding column k of a weight by d_k costs d_k^2 / [H^-1]_kk in the squared error of the output if all later
-columns move as they best can, with H = X^T X of the inputs. With U the upper Cholesky factor of H^-1:
+With H = X^T X of the inputs and its Cholesky factor, H = L L^T, the squared error of the output of weights
+w + d is |d L|^2, and column k of d L is
 
-    e = (w_k - Q(w_k)) / U_kk        w_j -= e * U_kj for every later column j
+    L_kk (d_k + c_k)        c_k = sum over j > k of d_j L_jk / L_kk
 
-Columns are taken in the order of falling H_kk, the most used first, while nothing is yet to be made up for;
-scales belong to the groups of the original order and are fixed before ("static act-order"), so the file
-needs no order. Updates go to a block of columns at once and to the rest in one product per block.
+So columns are taken from the last to the first, and each is given what those before it lack: w_k - c_k,
+rounded. That is GPTQ's own choice, without its inverse of H (QuIP shows the two to be the same, arXiv
+2307.13304). They are ordered by rising H_kk: the most used comes first, while nothing is yet to be made up
+for. Scales belong to the groups of the original order and are fixed before ("static act-order"), so the file
+needs no order. Columns of a block look at one another one by one, at those before the block in one product.
 
 GPTQ never looks back: a column is rounded before anybody knows how the later ones will be. So a sweep of
 coordinate descent on the same objective follows (QuantEase, arXiv 2309.01885): each column takes the value of
@@ -50,21 +52,22 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, group_size: int) -> Rounded:
     The last group may be narrower than `group_size`. Nothing is changed in place.
     """
     diagonal = gram.diagonal()
-    dead = diagonal == 0
-    order = diagonal.argsort(descending=True)
+    order = diagonal.argsort()
     ordered = gram[order][:, order]
-    ordered.diagonal().add_(dead[order].float())
-    factor, raised, note = _inverse_factor(ordered)
+    ordered.diagonal().add_((diagonal[order] == 0).float())
+    factor, note = _factor(ordered)
     if factor is None:
         group_of = torch.arange(weight.shape[1], device=weight.device) // group_size
         return Rounded(grid.map(lambda x: x[:, group_of]).nearest(weight), note)
     original = weight.T[order].contiguous()  # a column of the weight is a row in memory
-    found, groups = original.clone(), (order // group_size).tolist()
-    columns = _grids(grid, groups)
-    _round_columns(found, factor, columns)
-    ordered.diagonal().add_(raised)
+    columns = _grids(grid, (order // group_size).tolist())
+    found = _in_turn(original, original, factor.div_(factor.diagonal().clone()), columns)
+    del factor  # which may be gigabytes
+    pivots = ordered.diagonal().clone().unsqueeze(1)
+    couplings = ordered.div_(pivots).T
     for _ in range(SWEEPS):
-        _sweep(found, original, ordered, columns)
+        best = torch.addmm(found, couplings.T, original - found)  # of each column, all others as they are
+        found = _in_turn(best, found, couplings, columns)
     rounded = torch.empty_like(found)
     rounded[order] = found
     return Rounded(rounded.T.contiguous(), note)
@@ -78,58 +81,35 @@ def _grids(grid: Grid, groups: list[int]) -> list[Grid]:
     return [of_group[group] for group in groups]
 
 
-def _round_columns(weight: Tensor, factor: Tensor, grids: list[Grid]) -> None:
-    """Rounds the rows of `weight` [K, N] to their grids, one after another, in place."""
-    pivots = factor.diagonal().tolist()
-    rows = weight.unbind(0)
-    for start in range(0, len(weight), _BLOCK):
-        stop = min(start + _BLOCK, len(weight))
-        errors = torch.empty_like(weight[start:stop])
-        for k in range(start, stop):
-            rounded = grids[k].nearest(rows[k])
-            error = torch.sub(rows[k], rounded, out=errors[k - start]).div_(pivots[k])
-            rows[k].copy_(rounded)
-            weight[k + 1 : stop].addr_(factor[k, k + 1 : stop], error, alpha=-1)
-        weight[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
+def _in_turn(wanted: Tensor, before: Tensor, couplings: Tensor, grids: list[Grid]) -> Tensor:
+    """Rounds rows to their grids from the last to the first, each for how those behind it moved.
 
-
-def _sweep(rounded: Tensor, original: Tensor, gram: Tensor, grids: list[Grid]) -> None:
-    """Gives each row of `rounded` [K, N] in turn the grid's best values for the others as they are, in place.
-
-    `pull` is H (w - q), kept true for the rows to come: the best value of row k is q_k + pull_k / H_kk.
+    Row k [N] of what is returned is the value of grids[k] that is nearest to `wanted`_k + sum over j > k of
+    (`before`_j - returned_j) `couplings`_jk, for tensors [K, N] and couplings [K, K].
     """
-    diagonal = gram.diagonal().tolist()
-    pull = gram @ (original - rounded)
-    rows, pulls = rounded.unbind(0), pull.unbind(0)
-    for start in range(0, len(rounded), _BLOCK):
-        stop = min(start + _BLOCK, len(rounded))
-        changes = torch.empty_like(rounded[start:stop])
-        for k in range(start, stop):
-            best = grids[k].nearest(torch.add(rows[k], pulls[k], alpha=1 / diagonal[k]))
-            change = torch.sub(best, rows[k], out=changes[k - start])
-            rows[k].copy_(best)
-            pull[k + 1 : stop].addr_(gram[k, k + 1 : stop], change, alpha=-1)
-        pull[stop:].addmm_(gram[stop:, start:stop], changes, alpha=-1)
+    rounded: list[Tensor] = []
+    moves = torch.zeros_like(wanted)
+    for stop in range(len(wanted), 0, -_BLOCK):
+        start = max(0, stop - _BLOCK)
+        block = torch.addmm(wanted[start:stop], couplings[stop:, start:stop].T, moves[stop:])
+        within = couplings[start:stop, start:stop].T.contiguous().unbind(0)  # a vector with gaps takes thrice
+        known, rows = moves[start:stop].T, block.unbind(0)
+        for k in range(stop - 1, start - 1, -1):
+            rounded.append(grids[k].nearest(rows[k - start].addmv_(known, within[k - start])))
+            torch.sub(before[k], rounded[-1], out=moves[k])
+    return torch.stack(rounded[::-1])
 
 
-def _inverse_factor(ordered: Tensor) -> tuple[Tensor | None, float, str]:
-    """The upper Cholesky factor of the inverse of a gram, what its diagonal was raised by, and a note.
-
-    A matrix may be gigabytes: each is let go as soon as the next is made of it.
-    """
-    mean, largest = float(ordered.diagonal().mean()), float(ordered.diagonal().max())
+def _factor(ordered: Tensor) -> tuple[Tensor | None, str]:
+    """The lower Cholesky factor of a gram, whose diagonal is raised as far as need be, in place; a note."""
+    diagonal = ordered.diagonal().clone()
+    mean, largest = float(diagonal.mean()), float(diagonal.max())
     raises = [(DAMP * mean, "")]
     raises += [(d * mean, f"diagonal raised by {d:g} of its mean") for d in (1.0, 10.0)]
     raises += [(f * largest, f"diagonal raised by {f:g} of its largest entry") for f in _FLOORS]
     for raised, note in raises:
-        damped = ordered.clone()
-        damped.diagonal().add_(raised)
-        factor, failed = torch.linalg.cholesky_ex(damped)
-        del damped
-        if not bool(failed):
-            inverse = torch.cholesky_inverse(factor)
-            del factor
-            factor, failed = torch.linalg.cholesky_ex(inverse, upper=True)
-            if not bool(failed) and bool(factor.isfinite().all()):
-                return factor, raised, note
-    return None, 0.0, "rounded to nearest: the inputs' second moments cannot be inverted"
+        ordered.diagonal().copy_(diagonal + raised)
+        factor, failed = torch.linalg.cholesky_ex(ordered)
+        if not bool(failed) and bool(factor.isfinite().all()):
+            return factor, note
+    return None, "rounded to nearest: the inputs' second moments cannot be inverted"

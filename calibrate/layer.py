@@ -97,7 +97,8 @@ def quantize_layer(plan: LayerPlan, block: Block, batches: Sequence[Batch]) -> Q
             if group == "gate_up.0":
                 rounding.notes |= _starved_notes(plan.index, layer, inputs)
             rounding.group(group, Inputs(inputs, sample=ERROR_TOKENS), layer)
-            give_memory_back()
+        del inputs
+        give_memory_back()
         maxima = head_maxima(attends)
     else:
         for linear_group in layer_groups(plan.config):
@@ -217,6 +218,6 @@ def _output_error(linear: Linear, dense: Linear, inputs: Inputs) -> float:
     difference = size = 0.0
     for x in inputs.first:
         reference = dense(x).float()
-        difference += float((linear(x).float() - reference).square().sum())
-        size += float(reference.square().sum())
+        difference += float((linear(x).float() - reference).square_().sum())
+        size += float(reference.square_().sum())
     return (difference / size) ** 0.5 if size else 0.0

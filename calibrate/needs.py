@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
-from qinfer.calibrate.block import MAX_BATCH_TOKENS
+from qinfer.calibrate.block import batch_tokens
 from qinfer.calibrate.mixing import unit_bits
 from qinfer.calibrate.recipe import Recipe
 from qinfer.checkpoint.names import global_tensors, layer_groups, layer_norms, linear_shape, num_weights
@@ -144,7 +144,7 @@ def _layer(work: Work) -> dict[str, int]:
     terms = {"layer in float32": 4 * work.layer_weights, "file tensors": work.file_bytes_per_layer}
     if not work.tokens:
         return {**terms, "rounding": 4 * _ROUNDING * largest}
-    batch = min(work.tokens, max(MAX_BATCH_TOKENS, work.length))
+    batch = min(work.tokens, max(batch_tokens(config, on_gpu=work.on_gpu), work.length))
     width = max(work.widths.values())
     gptq = work.recipe.by_gptq
     terms |= {

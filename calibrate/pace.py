@@ -19,7 +19,7 @@ import torch
 from qinfer.calibrate import awq, gptq, smoothquant
 from qinfer.calibrate.layer import ERROR_TOKENS
 from qinfer.calibrate.needs import Work
-from qinfer.calibrate.ranges import CHUNKS, WIDTHS
+from qinfer.calibrate.ranges import CHUNKS, num_tries
 from qinfer.calibrate.roundtrip import dequantized
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.names import layer_modules
@@ -123,7 +123,7 @@ def effort(work: Work) -> Effort:
         passes += searched.weights * _ROUND_PASSES + searched.numbers
         calls += searched.candidates * _CANDIDATE_CALLS
     if recipe.ranges != "absmax":
-        tries = len(WIDTHS) * (3 if isinstance(recipe.scheme, W4A16) and not recipe.scheme.symmetric else 1)
+        tries = num_tries(symmetric=not isinstance(recipe.scheme, W4A16) or recipe.scheme.symmetric)
         passes += tries * _TRY_PASSES * work.layer_weights
         calls += tries * _TRY_CALLS * max(modules, work.layer_weights / CHUNKS[work.on_gpu])
         if isinstance(recipe.scheme, W4A16) and recipe.ranges == "output":

@@ -115,5 +115,5 @@ def _loss(
     bias = get_linear(bench.layer, mapping.group).bias
     linear = Linear(shards, bias, device=bench.device, dtype=bench.dtype)
     outputs = bench.outputs(mapping.group, divided, linear)
-    total = sum(float((o - r).float().square().sum()) for o, r in zip(outputs, reference, strict=True))
+    total = sum(float((o - r).float().square_().sum()) for o, r in zip(outputs, reference, strict=True))
     return total / sum(r.numel() for r in reference)
