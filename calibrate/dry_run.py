@@ -167,6 +167,7 @@ def plan(
     work = replace(work, on_disk=spills(work, free))
     finished = finished_layers(partial_folder(out))
     needed = config.num_layers * effort(work).seconds(pace) + disk_seconds(work)
+    before = mixed_run.measuring_seconds(config, tokens, pace) if mixing else 0.0
     writes_text = tokens > 0 and calibration in (None, "self")
     return DryRun(
         scheme=recipe.scheme.label,
@@ -174,7 +175,7 @@ def plan(
         layers=config.num_layers,
         tokens=tokens,
         device=device_name(where),
-        seconds=_started() + (1 - finished / config.num_layers) * needed,
+        seconds=_started() + before + (1 - finished / config.num_layers) * needed,
         process=_resident() + _KEPT,
         memory=memory(work),
         memory_free=free,

@@ -17,13 +17,17 @@ import torch
 from qinfer.calibrate.devices import fast_dtype, working_on
 from qinfer.calibrate.job import QuantizeJob, unit_name
 from qinfer.calibrate.mixing import average_bits, cure_of, next_step, ranked, within_budget
+from qinfer.calibrate.pace import Pace
 from qinfer.calibrate.pipeline import run
 from qinfer.calibrate.report import QuantizeReport
-from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, Unit, sensitivities
+from qinfer.calibrate.sensitivity import MEASURED_PARAMETERS, TOKENS, Unit, sensitivities
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.names import global_tensors, layer_groups, layer_modules, layer_tensors, num_weights
 from qinfer.config import ModelConfig
 from qinfer.quant import W4A16, Scheme
+
+_KL_PASSES = 7  # over the logits of a unit: their logarithms of shares, and what these are compared with
+_THERE_AND_BACK = 3  # times a pass through the model, for the gradients
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +62,18 @@ def whole_bytes(config: ModelConfig) -> int:
         shapes += layer_tensors(config, i).values()
     item = torch.float32 if _is_measured(config) else fast_dtype(CPU)
     return sum(map(prod, shapes)) * item.itemsize
+
+
+def measuring_seconds(config: ModelConfig, num_tokens: int, pace: Pace) -> float:
+    """How long `with_costs` takes: half the model and the head for each unit, or all once there and back."""
+    layer, tokens = num_weights(config, layer_modules(config)), min(num_tokens, TOKENS)
+    units = config.num_layers * len(layer_groups(config))
+    head = 2.0 * tokens * config.hidden_size * config.vocab_size
+    whole = 2.0 * tokens * config.num_layers * layer
+    if not _is_measured(config):
+        return _THERE_AND_BACK * (whole + head) / pace.products
+    unit = (whole / 2 + head) / pace.float32 + _KL_PASSES * tokens * config.vocab_size / pace.passes
+    return (whole + head) / pace.float32 + units * unit
 
 
 def within(job: QuantizeJob, budget: float) -> QuantizeJob:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qinfer.calibrate import dry_run, needs, pace, pipeline
+from qinfer.calibrate import dry_run, mixed_run, needs, pace, pipeline
 from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.dummy import open_dummy
@@ -88,6 +88,27 @@ def test_time_counts_what_methods_do():
     assert all(effort.copies > rtn.copies > 0 for effort in efforts.values())
     speed = pace.Pace(10.0, 5.0, 20.0, 30.0, 50.0, 4.0)
     assert pace.Effort(100.0, 10.0, 100.0, 90.0, 100.0, 4.0).seconds(speed) == 23.0
+
+
+def test_time_counts_what_sensitivities_take(tmp_path, monkeypatch):
+    speed = pace.Pace(8.0, 1.0, 2.0, 7.0, 1.0, 1.0)
+    config = ModelConfig.from_dict(tiny_config("llama"))
+    weights = _work(config, "awq", 1).layer_weights
+    width, vocabulary, tokens = config.hidden_size, config.vocab_size, 512
+    whole, head, kl = 2 * tokens * 2 * weights, 2 * tokens * width * vocabulary, tokens * vocabulary
+    measured = (whole + head) / 2 + 8 * ((whole / 2 + head) / 2 + kl)  # 8 units, half a model each
+    assert mixed_run.measuring_seconds(config, 10**6, speed) == measured
+    assert mixed_run.measuring_seconds(config, 256, speed) == measured / 2
+    monkeypatch.setattr(mixed_run, "MEASURED_PARAMETERS", 1)
+    assert mixed_run.measuring_seconds(config, 10**6, speed) == 3 * (whole + head) / 8
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
+    monkeypatch.setattr(dry_run, "measured_pace", lambda *_: speed)
+    plans = [
+        dry_run.plan(open_dummy(tmp_path), tmp_path / "out", scheme="awq", calibration="t.txt", mixing=mixing)
+        for mixing in (False, True)
+    ]
+    before = mixed_run.measuring_seconds(config, plans[1].tokens, speed)
+    assert plans[1].seconds - plans[0].seconds == pytest.approx(before, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
