@@ -2,8 +2,11 @@
 
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -150,6 +153,30 @@ def test_m01_more_than_is_free_is_refused_before_anything_is_loaded(make: Make) 
     with pytest.raises(UserError, match=r"weights alone need .* nothing was loaded"):
         make(memory=GIB // 2)
     assert torch.cuda.memory_allocated() - before == held.nbytes
+
+
+HOLD = """
+import sys, torch
+held = torch.empty(20 << 30, dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.large_gpu_memory
+def test_m01_what_another_process_holds_is_no_part_of_a_share(make: Make) -> None:
+    share = {"memory": None, "gpu_memory_utilization": 4 * GIB / torch.cuda.mem_get_info()[1]}
+    alone = make(**share).engine.ledger
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == "held\n"
+            engines = [make(**share) for _ in range(2)]
+        finally:
+            other.stdin.close()
+    for llm in engines:
+        assert llm.engine.ledger.tokens == pytest.approx(alone.tokens, rel=0.02)
 
 
 def test_m07_engines_one_after_the_other_give_all_back(make: Make) -> None:
