@@ -11,19 +11,15 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.quant.rounding import Ranges, finite_float32
-from qinfer.quant.scheme import ActivationFormat, TensorSpec
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Scheme):
     """No quantization: `weight` [N, K] in the model's dtype."""
 
     name: ClassVar[str] = "dense"
     activations: ClassVar[ActivationFormat] = ActivationFormat.NONE
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {"weight": TensorSpec((out_features, in_features), None)}
@@ -36,9 +32,6 @@ class Dense:
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return tensors["weight"].float()
-
-    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {"weight": torch.cat([shard["weight"] for shard in shards])}

@@ -36,15 +36,15 @@ class TensorSpec(NamedTuple):
 
 
 class Scheme(Protocol):
-    """One numeric format of a linear layer's weight and input; instances are frozen dataclasses."""
+    """One numeric format of a linear layer's weight and input; those that exist are frozen dataclasses."""
 
     name: ClassVar[str]
     activations: ClassVar[ActivationFormat]
 
     @property
     def label(self) -> str:
-        """Name with its parameters, for reports: 'w4a16 g64 asym'."""
-        ...
+        """Name with its parameters, where it has some, for reports: 'w4a16 g64 asym'."""
+        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         """Tensors of one linear in the file, by suffix ('weight', 'weight_scale')."""
@@ -65,8 +65,11 @@ class Scheme(Protocol):
         ...
 
     def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        """What the linear really sees of its input [T, K], in x's dtype; a static scale is in `tensors`."""
-        ...
+        """What the linear really sees of its input [T, K], in x's dtype; a static scale is in `tensors`.
+
+        Here as for weight-only schemes: x itself.
+        """
+        return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """File tensors of the shards' weights concatenated along the output."""

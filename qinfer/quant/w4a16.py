@@ -25,13 +25,13 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec, number_format
 
 GROUP_SIZES = (128, 64, 32)
 
 
 @dataclass(frozen=True)
-class W4A16:
+class W4A16(Scheme):
     """`weight_packed` int32 [N, K/8], `weight_scale` [N, G = K/group], `weight_shape` int64 [2] = (N, K).
 
     Asymmetric: also `weight_zero_point` int32 [ceil(N/8), G]. Raises UserError for a group size that is not
@@ -79,9 +79,6 @@ class W4A16:
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return integer_values(self._codes(tensors), tensors["weight_scale"], self._zero_point(tensors))
-
-    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         fused = {

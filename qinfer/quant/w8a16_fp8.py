@@ -15,22 +15,15 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.quant.fp8_channel import Fp8Channel
-from qinfer.quant.scheme import ActivationFormat, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, number_format
 
 
 @dataclass(frozen=True)
-class W8A16Fp8(Fp8Channel):
+class W8A16Fp8(Fp8Channel, Scheme):
     """`weight` float8_e4m3fn [N, K], `weight_scale` [N, 1] in the model's dtype."""
 
     name: ClassVar[str] = "w8a16-fp8"
     activations: ClassVar[ActivationFormat] = ActivationFormat.NONE
-
-    @property
-    def label(self) -> str:
-        return self.name
-
-    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return x
 
     def prepare(
         self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype

@@ -23,19 +23,15 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec, number_format
 
 
 @dataclass(frozen=True)
-class W8A16Int8:
+class W8A16Int8(Scheme):
     """`weight_packed` int32 [N, ceil(K/4)], `weight_scale` [N, 1], `weight_shape` int64 [2] = (N, K)."""
 
     name: ClassVar[str] = "w8a16-int8"
     activations: ClassVar[ActivationFormat] = ActivationFormat.NONE
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {
@@ -57,9 +53,6 @@ class W8A16Int8:
 
     def dequantize(self, tensors: Mapping[str, Tensor]) -> Tensor:
         return integer_values(self._codes(tensors), tensors["weight_scale"], None)
-
-    def fake_quantize(self, x: Tensor, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
-        return x
 
     def fuse(self, shards: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         fused = {

@@ -19,21 +19,17 @@ from torch.nn import functional
 from qinfer import ops
 from qinfer.errors import UserError
 from qinfer.quant.rounding import FP8_MAX, Ranges, finite_float32, fp8_codes, stored_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec, joined, number_format
 
 BLOCK = 128
 
 
 @dataclass(frozen=True)
-class W8A8Fp8Block:
+class W8A8Fp8Block(Scheme):
     """`weight` float8_e4m3fn [N, K], `weight_scale` [ceil(N/128), ceil(K/128)] in the model's dtype."""
 
     name: ClassVar[str] = "w8a8-fp8-block"
     activations: ClassVar[ActivationFormat] = ActivationFormat.FP8_PER_128
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {

@@ -19,19 +19,15 @@ from torch import Tensor
 
 from qinfer import ops
 from qinfer.quant.rounding import FP8_MAX, Ranges, absmax_ranges, finite_float32, fp8_codes, stored_scale
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, joined, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec, joined, number_format
 
 
 @dataclass(frozen=True)
-class W8A8Fp8Static:
+class W8A8Fp8Static(Scheme):
     """`weight` float8_e4m3fn [N, K]; `weight_scale` and `input_scale` [1] in the model's dtype."""
 
     name: ClassVar[str] = "w8a8-fp8-static"
     activations: ClassVar[ActivationFormat] = ActivationFormat.FP8_STATIC
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {

@@ -22,19 +22,15 @@ from qinfer.quant.rounding import (
     integer_values,
     symmetric_scale,
 )
-from qinfer.quant.scheme import ActivationFormat, TensorSpec, number_format
+from qinfer.quant.scheme import ActivationFormat, Scheme, TensorSpec, number_format
 
 
 @dataclass(frozen=True)
-class W8A8Int8:
+class W8A8Int8(Scheme):
     """`weight` int8 [N, K], `weight_scale` [N, 1] in the model's dtype."""
 
     name: ClassVar[str] = "w8a8-int8"
     activations: ClassVar[ActivationFormat] = ActivationFormat.INT8_PER_TOKEN
-
-    @property
-    def label(self) -> str:
-        return self.name
 
     def specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
         return {
