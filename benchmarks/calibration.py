@@ -27,6 +27,8 @@ from torch import Tensor
 
 import qinfer
 from qinfer.calibrate import mixed_run, pipeline
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.hub import resolve
 from qinfer.model.causal import CausalAttention
@@ -97,15 +99,17 @@ def quantized(name: str, source: Checkpoint, out: Path, options: argparse.Namesp
     """Makes the row's checkpoint; what it took."""
     scheme, method = ROWS[name]
     started, used = time.perf_counter(), time.process_time()
-    job = pipeline.prepare(
+    job = prepare_job(
         source,
         Tokenizer.load(source.path),
         out,
-        scheme=scheme,
-        method=method,
-        calibration=str(options.calibration) if method != "rtn" or "static" in scheme else None,
-        num_samples=options.samples,
-        max_seq_len=512,
+        Settings(
+            scheme=scheme,
+            method=method,
+            calibration=str(options.calibration) if method != "rtn" or "static" in scheme else None,
+            num_samples=options.samples,
+            max_seq_len=512,
+        ),
         mixing=name == "mix",
         progress=False,
     )

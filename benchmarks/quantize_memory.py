@@ -28,6 +28,7 @@ import torch
 from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.data import CalibrationData
 from qinfer.calibrate.devices import chosen_device, device_name
+from qinfer.calibrate.job import QuantizeJob
 from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
 from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import CPU
@@ -112,7 +113,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     data = (
         _text(arguments.tokens, arguments.length, checkpoint.config.vocab_size) if recipe.needs_text else None
     )
-    job = pipeline.QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
+    job = QuantizeJob(checkpoint, folder / "out", recipe, data, device=device)
     pace, work = measured_pace(recipe.scheme, job.activations, device), job.work
     if arguments.on_disk:
         needs.spills, work = (lambda *_: True), replace(work, on_disk=True)

@@ -16,14 +16,13 @@ from qinfer.calibrate.devices import chosen_device, device_name, fast_dtype
 from qinfer.calibrate.journal import finished_layers
 from qinfer.calibrate.needs import Work, disk, gpu_memory, memory, spills
 from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
-from qinfer.calibrate.prepare import MAX_SEQ_LEN, NUM_SAMPLES
-from qinfer.calibrate.recipe import settle
+from qinfer.calibrate.prepare import TextSize, needs_text, settle_recipe
 from qinfer.calibrate.selftext import GPU_SHARE
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint
-from qinfer.checkpoint.writer import check_out, partial_folder
+from qinfer.checkpoint.writer import partial_folder
 from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
-from qinfer.errors import UserError
 
 _KEPT = 200 << 20  # bytes that libraries take at their first use, and that an allocator keeps for later
 _GPU_PROCESS = 800 << 20  # bytes of a GPU that a process takes before it does anything; 751 MiB on an H200
@@ -129,46 +128,26 @@ class DryRun:
 
 
 def plan(
-    source: Checkpoint,
-    out: Path,
-    *,
-    scheme: str,
-    method: str | None = None,
-    group_size: int | None = None,
-    symmetric: bool | None = None,
-    ranges: str | None = None,
-    with_text: bool = False,
-    mixing: bool = False,
-    device: str | None = None,
-    calibration: str | None = None,
-    num_samples: int | None = None,
-    max_seq_len: int | None = None,
-    overwrite: bool = False,
+    source: Checkpoint, out: Path, settings: Settings, *, mixing: bool = False, overwrite: bool = False
 ) -> DryRun:
     """Plans a run from the shapes of `source`; measures for a moment how fast this machine is.
 
-    `with_text` says that text is read whatever the method is, for KV scales; `mixing`, that sensitivities are
-    measured. Raises UserError as the run itself would for settings that do not go together, a source that is
-    quantized and an `out` that holds something.
+    `mixing` says that sensitivities are measured. Raises UserError as the run itself would.
     """
-    if source.is_quantized:
-        raise UserError(f"{source.path} is quantized already: give the original model", "model")
     config = source.config
-    recipe = settle(config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
-    check_out(source, out, overwrite=overwrite)
-    length = min(max_seq_len or MAX_SEQ_LEN, config.context_len)
-    reads = recipe.needs_text or with_text or mixing
-    tokens = (num_samples or NUM_SAMPLES) * length if reads else 0
-    where = chosen_device(device)
+    recipe = settle_recipe(source, settings, out, overwrite=overwrite)
+    size = TextSize.of(settings, config)
+    tokens = size.num_samples * size.max_seq_len if needs_text(recipe, settings, mixing=mixing) else 0
+    where = chosen_device(settings.device)
     dtype = fast_dtype(where)
-    work = Work(config, recipe, tokens, length, dtype.itemsize, on_gpu=where.type == "cuda")
+    work = Work(config, recipe, tokens, size.max_seq_len, dtype.itemsize, on_gpu=where.type == "cuda")
     pace = measured_pace(recipe.scheme, dtype, where)
     free, gpu_free = host_memory().available, _gpu_free(where)
     work = replace(work, on_disk=spills(work, free))
     finished = finished_layers(partial_folder(out))
     needed = config.num_layers * effort(work).seconds(pace) + disk_seconds(work)
     before = mixed_run.measuring_seconds(config, tokens, pace) if mixing else 0.0
-    writes_text = tokens > 0 and calibration in (None, "self")
+    writes_text = tokens > 0 and settings.calibration in (None, "self")
     return DryRun(
         scheme=recipe.scheme.label,
         method=recipe.method,

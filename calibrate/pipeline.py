@@ -35,8 +35,6 @@ from qinfer.calibrate.journal import Journal
 from qinfer.calibrate.kv_scales import SIDECAR, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.mixing import average_bits
-from qinfer.calibrate.prepare import prepare
-from qinfer.calibrate.recipe import PRESETS
 from qinfer.calibrate.report import FILE_NAME, QuantizeReport
 from qinfer.calibrate.report_page import MARKDOWN_NAME, PAGE_NAME, html, markdown
 from qinfer.checkpoint.names import (
@@ -49,8 +47,6 @@ from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
 from qinfer.errors import CheckpointError, UserError
 from qinfer.quant import Dense
-
-__all__ = ["PRESETS", "QuantizeJob", "prepare", "run"]
 
 PROPAGATED = "outputs of the quantized layers before it"
 

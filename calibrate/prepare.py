@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
-from qinfer.calibrate.data import DEFAULT_SEED, Document, calibration_sequences
+from qinfer.calibrate.data import CalibrationData, calibration_sequences
 from qinfer.calibrate.devices import chosen_device
 from qinfer.calibrate.job import QuantizeJob
-from qinfer.calibrate.kv_scales import check_kind
-from qinfer.calibrate.recipe import settle
+from qinfer.calibrate.recipe import Recipe, settle
 from qinfer.calibrate.rotations import RotatedCheckpoint
 from qinfer.calibrate.selftext import Generate, engine_generate
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.writer import check_out
+from qinfer.config import ModelConfig
 from qinfer.errors import UserError
 from qinfer.tokenizer import Tokenizer
 
@@ -24,68 +25,101 @@ MAX_SEQ_LEN = 512
 logger = logging.getLogger(__name__)
 
 
-def prepare(
+class TextSize(NamedTuple):
+    """How much text is read: at most so many sequences, of at most so many tokens."""
+
+    num_samples: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, settings: Settings, config: ModelConfig) -> TextSize:
+        """UserError for sequences beyond the model's context."""
+        asked, context = settings.max_seq_len, config.context_len
+        if asked is not None and asked > context:
+            raise UserError(f"max_seq_len is {asked}, the model's context {context} tokens", "max_seq_len")
+        return cls(settings.num_samples or NUM_SAMPLES, asked or min(MAX_SEQ_LEN, context))
+
+
+def settle_recipe(source: Checkpoint, settings: Settings, out: Path, *, overwrite: bool) -> Recipe:
+    """The recipe for this model, for a folder that may be written.
+
+    Raises UserError as `settle` does, for a source that is quantized already or has nothing to rotate, and an
+    `out` that holds something.
+    """
+    if source.is_quantized:
+        raise UserError(f"{source.path} is quantized already: give the original model", "model")
+    recipe = settle(
+        source.config,
+        settings.scheme,
+        settings.method,
+        group_size=settings.group_size,
+        symmetric=settings.symmetric,
+        ranges=settings.ranges,
+    )
+    if settings.rotate and source.config.num_experts:
+        raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
+    check_out(source, out, overwrite=overwrite)  # refuses now what it would refuse later
+    return recipe
+
+
+def needs_text(recipe: Recipe, settings: Settings, *, mixing: bool) -> bool:
+    """Whether the model reads text: for its method, for KV scales, or for what its units cost (`mixing`)."""
+    return recipe.needs_text or settings.kv_scales is not None or mixing
+
+
+def prepare_job(
     source: Checkpoint,
     tokenizer: Tokenizer,
     out: Path,
+    settings: Settings,
     *,
-    scheme: str = "int8",
-    method: str | None = None,
-    group_size: int | None = None,
-    symmetric: bool | None = None,
-    ranges: str | None = None,
-    kv_scales: str | None = None,
     mixing: bool = False,
-    rotate: bool = False,
-    calibration: str | Iterable[Document] | None = None,
-    num_samples: int | None = None,
-    max_seq_len: int | None = None,
-    seed: int = DEFAULT_SEED,
     overwrite: bool = False,
     resume: bool = True,
-    device: str | None = None,
     generate: Generate | None = None,
     progress: bool = True,
 ) -> QuantizeJob:
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
-    `device` is "auto" (or None: a GPU where there is one), "cpu", "cuda" or "cuda:N". `generate` writes
-    self-written text; None loads the source into the engine when that is called for. `rotate` merges
-    rotations into the weights first. `mixing` says that sensitivities will be measured, which takes text
-    whatever the method.
-    Raises UserError as `settle` and `calibration_sequences` do, for a source that is quantized already, an
-    `out` that holds something, and a length beyond the model's context.
+    `generate` writes self-written text; None loads the source into the engine when that is called for.
+    `mixing` says that sensitivities will be measured, which takes text whatever the method.
+    Raises UserError as `settle_recipe`, `TextSize.of` and `calibration_sequences` do.
     """
-    if source.is_quantized:
-        raise UserError(f"{source.path} is quantized already: give the original model", "model")
-    recipe = settle(source.config, scheme, method, group_size=group_size, symmetric=symmetric, ranges=ranges)
-    where = chosen_device(device)
-    if rotate and source.config.num_experts:
-        raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
-    if rotate:
-        source, note = _rotated(source, seed)
+    recipe = settle_recipe(source, settings, out, overwrite=overwrite)
+    device = chosen_device(settings.device)
+    if settings.rotate:
+        source, note = _rotated(source, settings.seed)
         recipe = recipe._replace(notes=(*recipe.notes, note))
-    check_kind(kv_scales)
     for note in recipe.notes:
         logger.warning(note)
-    check_out(source, out, overwrite=overwrite)  # refuses now what it would refuse later
-    context = source.config.context_len
-    if max_seq_len is not None and max_seq_len > context:
-        raise UserError(f"max_seq_len is {max_seq_len}, the model's context {context} tokens", "max_seq_len")
+    size = TextSize.of(settings, source.config)
     data = None
-    if recipe.needs_text or kv_scales is not None or mixing:
-        data = calibration_sequences(
-            calibration,
-            tokenizer,
-            generate or engine_generate(source, tokenizer, device=where, progress=progress),
-            num_samples=NUM_SAMPLES if num_samples is None else num_samples,
-            max_seq_len=min(MAX_SEQ_LEN, context) if max_seq_len is None else max_seq_len,
-            seed=seed,
-        )
-    elif calibration is not None:
+    if needs_text(recipe, settings, mixing=mixing):
+        generate = generate or engine_generate(source, tokenizer, device=device, progress=progress)
+        data = _text(tokenizer, generate, settings, size)
+    elif settings.calibration is not None:
         logger.warning("%s looks at the weights alone: the calibration text is not read", recipe.method)
     return QuantizeJob(
-        source, out, recipe, data, overwrite, kv_scales=kv_scales, seed=seed, resume=resume, device=where
+        source,
+        out,
+        recipe,
+        data,
+        overwrite,
+        kv_scales=settings.kv_scales,
+        seed=settings.seed,
+        resume=resume,
+        device=device,
+    )
+
+
+def _text(tokenizer: Tokenizer, generate: Generate, settings: Settings, size: TextSize) -> CalibrationData:
+    return calibration_sequences(
+        settings.calibration,
+        tokenizer,
+        generate,
+        num_samples=size.num_samples,
+        max_seq_len=size.max_seq_len,
+        seed=settings.seed,
     )
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from qinfer import compare, reading, waiting
 from qinfer.calibrate import mixed_run, pipeline
-from qinfer.calibrate.data import DEFAULT_SEED, check_source
+from qinfer.calibrate.data import DEFAULT_SEED
+from qinfer.calibrate.job import QuantizeJob
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.report import QuantizeReport
+from qinfer.calibrate.settings import Settings
 from qinfer.certifying import Judge, Seal, certify
-from qinfer.errors import UserError, check_counts, check_flags, check_seed
+from qinfer.errors import UserError, check_flags, check_seed
 from qinfer.evals import report
 from qinfer.evals.budget import parse_budget
 from qinfer.evals.gate import GateResult
@@ -79,48 +83,43 @@ def quantize(
     finished, unless told not to `resume`; where all were, only the judging is done again, with `overwrite`
     too. With a `budget`, average bits per weight, the units that do most damage get 8 bits; with `until_gate`
     more and more of them do until the gate passes it. `device` is "auto" (or None: a GPU where there is one),
-    "cpu", "cuda" or "cuda:N". `sign` and `valid_days` are for the certificate, as in
-    `evaluate`.
+    "cpu", "cuda" or "cuda:N". `sign` and `valid_days` are for the certificate, as in `prepare`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
-    check_flags(gate=gate, overwrite=overwrite, symmetric=symmetric or False)
-    check_flags(until_gate=until_gate, rotate=rotate, resume=resume)
+    check_flags(gate=gate, overwrite=overwrite, until_gate=until_gate, resume=resume)
     if until_gate and not gate:
         raise UserError("until_gate raises units until the gate passes: it cannot go without", "until_gate")
-    check_counts(group_size=group_size, num_samples=num_samples, max_seq_len=max_seq_len)
-    check_seed(seed)
-    check_source(calibration)
+    settings = Settings(
+        scheme=scheme,
+        method=method,
+        group_size=group_size,
+        symmetric=symmetric,
+        ranges=ranges,
+        kv_scales=kv_scales,
+        rotate=rotate,
+        calibration=calibration,
+        num_samples=num_samples,
+        max_seq_len=max_seq_len,
+        seed=seed,
+        device=device,
+    )
     seal = Seal.prepare(sign, valid_days)
     folder = _folder_to_write(out)
     source = reading.open_model(model, revision=revision, token=hf_token)
-    settings: dict[str, Any] = {
-        "scheme": scheme,
-        "method": method,
-        "group_size": group_size,
-        "symmetric": symmetric,
-        "ranges": ranges,
-        "kv_scales": kv_scales,
-        "rotate": rotate,
-        "calibration": calibration,
-        "num_samples": num_samples,
-        "max_seq_len": max_seq_len,
-        "seed": seed,
-        "device": device,
-    }
-    call = waiting.call_of(source, {**settings, "budget": budget, "until_gate": until_gate})
+    call = waiting.call_of(source, {**asdict(settings), "budget": budget, "until_gate": until_gate})
     judge = Judge(folder, source, profile, seal, progress)
     made = waiting.found(folder, call, overwrite=overwrite) if gate else None
     if made is None or until_gate:
-        job = pipeline.prepare(
+        job = prepare_job(
             source.checkpoint,
             source.tokenizer,
             folder,
+            settings,
+            mixing=budget is not None or until_gate,
             overwrite=overwrite or made is not None,
             resume=resume,
             progress=progress,
-            mixing=budget is not None or until_gate,
-            **settings,
         )
         if until_gate:
             return QuantizeResult(folder, _until_gate(job, made, judge, call, budget), judge.last)
@@ -134,7 +133,7 @@ def quantize(
 
 
 def _until_gate(
-    job: pipeline.QuantizeJob,
+    job: QuantizeJob,
     made: QuantizeReport | None,
     judge: Judge,
     call: dict[str, Any],

@@ -119,55 +119,43 @@ def quantize(
     as_json: JsonOption = False,
 ) -> None:
     """Quantize MODEL into a folder and judge the result: exit code 1 unless the gate passes it."""
+    asked: dict[str, Any] = {
+        "scheme": scheme,
+        "method": method,
+        "group_size": group_size,
+        "symmetric": symmetric,
+        "ranges": ranges,
+        "kv_scales": kv_scales,
+        "rotate": rotate,
+        "calibration": calibration,
+        "num_samples": num_samples,
+        "max_seq_len": max_seq_len,
+        "seed": seed,
+        "device": device,
+    }
+    where: dict[str, Any] = {"revision": revision, "hf_token": hf_token}
     with stdout_kept_for_result():
         from qinfer import jobs
 
         result: DryRun | jobs.QuantizeResult
         try:
             if dry_run:
-                result = _plan(
-                    model,
-                    out,
-                    (revision, hf_token),
-                    scheme=scheme,
-                    method=method,
-                    group_size=group_size,
-                    symmetric=symmetric,
-                    ranges=ranges,
-                    with_text=kv_scales is not None,
-                    mixing=budget is not None or until_gate,
-                    device=device,
-                    calibration=calibration,
-                    num_samples=num_samples,
-                    max_seq_len=max_seq_len,
-                    overwrite=overwrite,
-                )
+                mixing = budget is not None or until_gate
+                result = _plan(model, out, asked, mixing=mixing, overwrite=overwrite, **where)
             else:
                 result = jobs.quantize(
                     model,
                     out,
-                    scheme=scheme,
-                    method=method,
-                    group_size=group_size,
-                    symmetric=symmetric,
-                    ranges=ranges,
-                    kv_scales=kv_scales,
-                    rotate=rotate,
                     budget=budget,
                     until_gate=until_gate,
-                    calibration=calibration,
-                    num_samples=num_samples,
-                    max_seq_len=max_seq_len,
-                    seed=seed,
                     gate=gate,
                     profile=profile,
                     overwrite=overwrite,
                     resume=resume,
-                    device=device,
                     sign=sign,
                     valid_days=valid_days,
-                    revision=revision,
-                    hf_token=hf_token,
+                    **asked,
+                    **where,
                 )
         except UserError as error:  # which calls it `symmetric`, a word that nobody typed
             if error.parameter != "symmetric":
@@ -181,12 +169,22 @@ def quantize(
         raise typer.Exit(1)
 
 
-def _plan(model: str, out: str, where: tuple[str | None, str | None], **settings: Any) -> DryRun:
+def _plan(
+    model: str,
+    out: str,
+    asked: dict[str, Any],
+    *,
+    mixing: bool,
+    overwrite: bool,
+    revision: str | None,
+    hf_token: str | None,
+) -> DryRun:
     """What a run takes, from the configuration alone: of a hub model nothing else is fetched."""
     from qinfer import hub
     from qinfer.calibrate import dry_run
+    from qinfer.calibrate.settings import Settings
     from qinfer.checkpoint.dummy import open_dummy
 
-    revision, token = where
-    folder = hub.config_file(model, revision=revision, token=token).parent
-    return dry_run.plan(open_dummy(folder), Path(out), **settings)
+    settings = Settings(**asked)
+    folder = hub.config_file(model, revision=revision, token=hf_token).parent
+    return dry_run.plan(open_dummy(folder), Path(out), settings, mixing=mixing, overwrite=overwrite)

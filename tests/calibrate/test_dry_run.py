@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from qinfer.calibrate import dry_run, mixed_run, needs, pace, pipeline
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.recipe import settle
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.dummy import open_dummy
 from qinfer.config import ModelConfig
@@ -24,8 +26,10 @@ TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." fo
 @pytest.mark.parametrize("scheme", ["int8", "fp8", "awq", "w8a16-int8", "w8a8-fp8-block"])
 def test_disk_is_what_is_written(family, scheme, tmp_path):
     source = open_checkpoint(tiny_model(family, tmp_path / "source", dtype="bfloat16"))
-    planned = dry_run.plan(source, tmp_path / "out", scheme=scheme, method="rtn")
-    job = pipeline.prepare(source, Tokenizer.load(source.path), tmp_path / "out", scheme=scheme, method="rtn")
+    planned = dry_run.plan(source, tmp_path / "out", Settings(scheme=scheme, method="rtn"))
+    job = prepare_job(
+        source, Tokenizer.load(source.path), tmp_path / "out", Settings(scheme=scheme, method="rtn")
+    )
     pipeline.run(job, progress=False)
     result = open_checkpoint(tmp_path / "out")
     headers = [result.header(name) for name in result.names()]
@@ -123,6 +127,9 @@ def test_pace_is_measured(name):
         ({"scheme": "nf4"}, "unknown scheme"),
         ({"scheme": "awq", "method": "smoothquant"}, "smoothquant moves outliers"),
         ({"scheme": "int8"}, "is not empty"),
+        ({"scheme": "int8", "calibration": "nowhere.txt"}, "cannot read the calibration file"),
+        ({"scheme": "int8", "kv_scales": "int4"}, "unknown KV scales"),
+        ({"scheme": "int8", "num_samples": 0}, "num_samples must be a whole number of at least 1"),
     ],
 )
 def test_refuses_what_the_run_refuses(settings, message, tmp_path):
@@ -130,19 +137,21 @@ def test_refuses_what_the_run_refuses(settings, message, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "file").write_text("x")
     with pytest.raises(UserError, match=message):
-        dry_run.plan(source, tmp_path / "out", **settings)
+        dry_run.plan(source, tmp_path / "out", Settings(**settings))
 
 
 def test_a_configuration_is_enough(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
     settings = {"scheme": "awq", "num_samples": 3, "max_seq_len": 10, "device": "cpu"}
-    planned = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", calibration="text.txt", **settings)
+    (tmp_path / "text.txt").write_text("Text is not read.")
+    given = Settings(calibration=str(tmp_path / "text.txt"), **settings)
+    planned = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", given)
     assert planned.tokens == 30
     assert "writes some of the text itself" not in planned.to_text()
-    itself = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", **settings)
+    itself = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", Settings(**settings))
     assert "the model writes some of the text itself" in itself.to_text()
     assert replace(itself, whole=10**12).peak == itself.process + 10**12
-    mixed = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", calibration="t.txt", mixing=True, **settings)
+    mixed = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", given, mixing=True)
     assert mixed.whole == 4 * _numbers(open_dummy(tmp_path))
     assert "what its layers do is measured first" in mixed.to_text()
     assert planned.peak == planned.process + sum(planned.memory.values())

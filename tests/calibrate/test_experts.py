@@ -12,6 +12,8 @@ from torch import Tensor
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.block import dense_layer, embed_batches, load_block
 from qinfer.calibrate.mappings import apply_scale, scale_mappings
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.calibrate.stages import walk
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules, layer_groups, router
@@ -27,7 +29,7 @@ TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." fo
 
 def quantized(path: Path, out: Path, **arguments: Any) -> Any:
     arguments = {"calibration": TEXT, "max_seq_len": 32, "num_samples": 6, **arguments}
-    job = pipeline.prepare(open_checkpoint(path), Tokenizer.load(path), out, **arguments)
+    job = prepare_job(open_checkpoint(path), Tokenizer.load(path), out, Settings(**arguments))
     return pipeline.run(replace(job, dtype=torch.float32), progress=False)
 
 

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from qinfer.calibrate import health, pipeline
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules, global_tensors, layer_tensors
 from qinfer.config import ModelConfig
@@ -68,7 +70,7 @@ def test_expected_names_replace_each_weight_by_the_schemes_tensors():
 
 def test_files_that_are_not_what_was_asked_for_are_named(tmp_path):
     source = open_checkpoint(tiny_model("llama", tmp_path / "source"))
-    job = pipeline.prepare(source, Tokenizer.load(source.path), tmp_path / "out", scheme="fp8")
+    job = prepare_job(source, Tokenizer.load(source.path), tmp_path / "out", Settings(scheme="fp8"))
     report = pipeline.run(job, progress=False)
     written = open_checkpoint(tmp_path / "out")
     sizes = {"num_bytes": report.bytes_after, "source_bytes": report.bytes_before}
@@ -91,7 +93,7 @@ def test_a_linear_left_dense_stops_the_run_and_nothing_appears(tmp_path, monkeyp
         shape, dtype = real(self, name)
         return shape, "BF16" if name == "model.layers.1.mlp.up_proj.weight" else dtype
 
-    job = pipeline.prepare(source, Tokenizer.load(source.path), tmp_path / "out", scheme="fp8")
+    job = prepare_job(source, Tokenizer.load(source.path), tmp_path / "out", Settings(scheme="fp8"))
     monkeypatch.setattr(Checkpoint, "header", header)
     with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
         pipeline.run(job, progress=False)

@@ -9,6 +9,8 @@ import torch
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.journal import FOLDER, finished_layers
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint import shard_writer
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.writer import CheckpointWriter
@@ -25,9 +27,10 @@ def source(tmp_path_factory):
     return tiny_model("qwen3", tmp_path_factory.mktemp("journal") / "source", num_hidden_layers=LAYERS)
 
 
-def _job(source, out, **arguments):
+def _job(source, out, *, resume=True, **arguments):
     arguments = {"calibration": TEXT, "max_seq_len": 32, "num_samples": 6, "scheme": "awq", **arguments}
-    job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), out, **arguments)
+    settings = Settings(**arguments)
+    job = prepare_job(open_checkpoint(source), Tokenizer.load(source), out, settings, resume=resume)
     return replace(job, dtype=torch.float32)
 
 

@@ -8,6 +8,8 @@ import torch
 
 from qinfer.calibrate import kv_scales, pipeline
 from qinfer.calibrate.block import dense_layer, embed_batches, load_block
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.engine.kv_pool import scales_in
 from qinfer.errors import UserError
@@ -29,7 +31,7 @@ class _Seen(CausalAttention):
 
 def _quantize(source, out, **arguments):
     arguments = {"scheme": "w8a16-int8", "method": "rtn", "calibration": TEXT, "max_seq_len": 24, **arguments}
-    job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), out, **arguments)
+    job = prepare_job(open_checkpoint(source), Tokenizer.load(source), out, Settings(**arguments))
     job = replace(job, dtype=torch.float32)
     return job, pipeline.run(job, progress=False)
 

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.block import dense_layer, embed_batches, load_block, observe
 from qinfer.calibrate.gram import Inputs
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules, layer_groups
 from qinfer.errors import CheckpointError, UserError
@@ -24,7 +26,7 @@ TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." fo
 
 def _run(path, out, **arguments):
     arguments = {"calibration": TEXT, "max_seq_len": 64, "num_samples": 16, **arguments}
-    job = pipeline.prepare(open_checkpoint(path), Tokenizer.load(path), out, **arguments)
+    job = prepare_job(open_checkpoint(path), Tokenizer.load(path), out, Settings(**arguments))
     return pipeline.run(replace(job, dtype=torch.float32), progress=False)
 
 
@@ -96,7 +98,7 @@ def test_q18_a_static_checkpoint_without_an_input_scale_is_refused_by_name(tmp_p
     save_file(tensors, weights, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing: model\.layers\.1\.mlp\.down_proj\.input_scale"):
         open_checkpoint(tmp_path / "out")
-    with pytest.raises(UserError, match="num_samples is 0: at least 1"):
+    with pytest.raises(UserError, match="num_samples must be a whole number of at least 1"):
         _run(source, tmp_path / "none", scheme="w8a8-fp8-static", num_samples=0)
 
 

@@ -7,6 +7,8 @@ import torch
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.mixed_run import order_of, run_until, with_costs, within
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.errors import UserError
 from qinfer.testing import tiny_model
@@ -18,14 +20,11 @@ TEXT = [f"Text {i} is read to see which layers matter, and it is read once." for
 @pytest.fixture
 def job(tmp_path):
     source = tiny_model("smollm2", tmp_path / "source", dtype="bfloat16")
-    job = pipeline.prepare(
+    job = prepare_job(
         open_checkpoint(source),
         Tokenizer.load(source),
         tmp_path / "out",
-        scheme="w4a16",
-        method="gptq",
-        calibration=TEXT,
-        max_seq_len=48,
+        Settings(scheme="w4a16", method="gptq", calibration=TEXT, max_seq_len=48),
         mixing=True,
     )
     return with_costs(replace(job, dtype=torch.float32), progress=False)

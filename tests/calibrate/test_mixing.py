@@ -7,6 +7,8 @@ import torch
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.mixing import average_bits, cure_of, next_step, ranked, within_budget
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.config import ModelConfig
@@ -25,7 +27,9 @@ def test_a_mixed_checkpoint_has_the_bits_that_were_counted(tmp_path):
     source = tiny_model("qwen2", tmp_path / "source", dtype="bfloat16")
     checkpoint = open_checkpoint(source)
     mix = {(0, "qkv"): W8A16Int8(), (1, "down"): W8A16Int8(), (1, "o"): Dense()}
-    job = pipeline.prepare(checkpoint, Tokenizer.load(source), tmp_path / "out", scheme="w4a16", method="rtn")
+    job = prepare_job(
+        checkpoint, Tokenizer.load(source), tmp_path / "out", Settings(scheme="w4a16", method="rtn")
+    )
     report = pipeline.run(replace(job, mix=mix), progress=False)
     assert report.mix == {"layer 0 qkv": "w8a16-int8", "layer 1 down": "w8a16-int8", "layer 1 o": "dense"}
     result = open_checkpoint(tmp_path / "out")
@@ -81,7 +85,9 @@ def test_cures():
 def test_8_bits_of_mixed_weights_are_exactly_those_of_the_scheme_alone(tmp_path):
     source = tiny_model("llama", tmp_path / "source")
     checkpoint = open_checkpoint(source)
-    job = pipeline.prepare(checkpoint, Tokenizer.load(source), tmp_path / "out", scheme="w4a16", method="rtn")
+    job = prepare_job(
+        checkpoint, Tokenizer.load(source), tmp_path / "out", Settings(scheme="w4a16", method="rtn")
+    )
     pipeline.run(replace(job, mix={(1, "o"): W8A16Int8()}), progress=False)
     got = open_checkpoint(tmp_path / "out").module("model.layers.1.self_attn.o_proj")
     weight = checkpoint.tensor("model.layers.1.self_attn.o_proj.weight")

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from qinfer.calibrate import layer as layer_module
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.block import dense_layer, embed_batches, layer_of, load_block, observe
+from qinfer.calibrate.prepare import prepare_job
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules, layer_modules
 from qinfer.errors import CheckpointError, UserError
@@ -24,9 +26,10 @@ CPU = torch.device("cpu")
 TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." for i in range(6)] + ["Short."]
 
 
-def _prepare(path, out, **arguments):
+def _prepare(path, out, *, generate=None, progress=True, **arguments):
     arguments = {"calibration": TEXT, "max_seq_len": 32, "num_samples": 7, **arguments}
-    job = pipeline.prepare(open_checkpoint(path), Tokenizer.load(path), out, **arguments)
+    checkpoint, tokenizer, settings = open_checkpoint(path), Tokenizer.load(path), Settings(**arguments)
+    job = prepare_job(checkpoint, tokenizer, out, settings, generate=generate, progress=progress)
     return replace(job, dtype=torch.float32)  # the same on every processor
 
 

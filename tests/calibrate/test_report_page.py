@@ -9,8 +9,10 @@ import torch
 
 from qinfer.calibrate import pipeline
 from qinfer.calibrate.mixed_run import with_costs, within
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.report import QuantizeReport
 from qinfer.calibrate.report_page import html, markdown
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.testing import tiny_model
 from qinfer.tokenizer import Tokenizer
@@ -22,14 +24,11 @@ TEXT = [f"Text {i} is read to see which layers matter, and it is read once." for
 def folder(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("report")
     source = tiny_model("smollm2", tmp / "source", dtype="bfloat16")
-    job = pipeline.prepare(
+    job = prepare_job(
         open_checkpoint(source),
         Tokenizer.load(source),
         tmp / "out",
-        scheme="w4a16",
-        method="awq+gptq",
-        calibration=TEXT,
-        max_seq_len=48,
+        Settings(scheme="w4a16", method="awq+gptq", calibration=TEXT, max_seq_len=48),
         mixing=True,
     )
     job = with_costs(replace(job, dtype=torch.float32), progress=False)
@@ -102,13 +101,11 @@ def test_clipped_weights_are_counted(folder):
 
 def test_inputs_beyond_a_static_range_are_counted(tmp_path):
     source = tiny_model("llama", tmp_path / "source", dtype="bfloat16")
-    job = pipeline.prepare(
+    job = prepare_job(
         open_checkpoint(source),
         Tokenizer.load(source),
         tmp_path / "out",
-        scheme="w8a8-fp8-static",
-        calibration=TEXT,
-        max_seq_len=48,
+        Settings(scheme="w8a8-fp8-static", calibration=TEXT, max_seq_len=48),
     )
     report = pipeline.run(replace(job, dtype=torch.float32), progress=False)
     result = open_checkpoint(tmp_path / "out")
@@ -126,7 +123,9 @@ def test_inputs_beyond_a_static_range_are_counted(tmp_path):
 
 def test_a_run_without_text_has_a_page_too(tmp_path):
     source = tiny_model("phi3", tmp_path / "source")
-    job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), tmp_path / "out", scheme="fp8")
+    job = prepare_job(
+        open_checkpoint(source), Tokenizer.load(source), tmp_path / "out", Settings(scheme="fp8")
+    )
     report = pipeline.run(job, progress=False)
     assert "<svg" not in html(report)
     headings = re.findall(r"<th[^>]*>([^<]+)</th>", html(report))

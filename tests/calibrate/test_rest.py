@@ -11,7 +11,9 @@ from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.block import embed_batches
 from qinfer.calibrate.devices import chosen_device
 from qinfer.calibrate.pipeline import STREAMS
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.rest import Made, Rest, made
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.errors import UserError
 from qinfer.testing import tiny_model
@@ -23,7 +25,7 @@ TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." fo
 
 def _job(source, out, **arguments):
     arguments = {"calibration": TEXT, "max_seq_len": 32, "num_samples": 7, "device": "cpu", **arguments}
-    return pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), out, **arguments)
+    return prepare_job(open_checkpoint(source), Tokenizer.load(source), out, Settings(**arguments))
 
 
 def _bytes(folder):

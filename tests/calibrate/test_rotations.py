@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qinfer.calibrate import pipeline
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.rotations import RotatedCheckpoint, rotation
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
@@ -67,14 +69,11 @@ def test_the_function_stays_the_same(family, tied, tmp_path):
 @pytest.mark.parametrize("scheme", ["int8", "awq"])
 def test_a_rotated_checkpoint_is_written_whole_and_close(family, scheme, tmp_path):
     path = tiny_model(family, tmp_path / "source", tie_word_embeddings=True)
-    job = pipeline.prepare(
+    job = prepare_job(
         open_checkpoint(path),
         Tokenizer.load(path),
         tmp_path / "out",
-        scheme=scheme,
-        rotate=True,
-        calibration=TEXT,
-        max_seq_len=32,
+        Settings(scheme=scheme, rotate=True, calibration=TEXT, max_seq_len=32),
     )
     report = pipeline.run(replace(job, dtype=torch.float32), progress=False)
     result = open_checkpoint(tmp_path / "out")
@@ -91,8 +90,8 @@ def test_outliers_of_the_stream_cost_8_bit_activations_less(tmp_path):
     source, errors = open_checkpoint(path), {}
     for rotate in (True, False):
         out = tmp_path / str(rotate)
-        job = pipeline.prepare(
-            source, Tokenizer.load(path), out, scheme="w8a8-int8", method="rtn", rotate=rotate
+        job = prepare_job(
+            source, Tokenizer.load(path), out, Settings(scheme="w8a8-int8", method="rtn", rotate=rotate)
         )
         pipeline.run(job, progress=False)
         errors[rotate] = error_ratio(_logits(open_checkpoint(out)), _logits(source))

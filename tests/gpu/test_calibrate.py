@@ -12,8 +12,11 @@ from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.gptq import gptq
 from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.grid import Grid
+from qinfer.calibrate.job import QuantizeJob
+from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.ranges import full_ranges
 from qinfer.calibrate.sensitivity import sensitivities
+from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.names import all_modules
 from qinfer.quant import W4A16
@@ -26,11 +29,11 @@ TEXT = [f"The {i}th text says that {i} and {i + 1} are numbers, which is so." fo
 GPU = torch.device("cuda")
 
 
-def _job(
-    source: Path, out: Path, device: str, dtype: torch.dtype | None, **more: Any
-) -> pipeline.QuantizeJob:
+def _job(source: Path, out: Path, device: str, dtype: torch.dtype | None, **more: Any) -> QuantizeJob:
     settings = {"calibration": TEXT, "max_seq_len": 32, "num_samples": 6, **more}
-    job = pipeline.prepare(open_checkpoint(source), Tokenizer.load(source), out, device=device, **settings)
+    job = prepare_job(
+        open_checkpoint(source), Tokenizer.load(source), out, Settings(device=device, **settings)
+    )
     return replace(job, dtype=dtype)
 
 
