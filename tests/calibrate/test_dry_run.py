@@ -108,7 +108,7 @@ def test_time_counts_what_sensitivities_take(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(tiny_config("llama")))
     monkeypatch.setattr(dry_run, "measured_pace", lambda *_: speed)
     plans = [
-        dry_run.plan(open_dummy(tmp_path), tmp_path / "out", scheme="awq", calibration="t.txt", mixing=mixing)
+        dry_run.plan(open_dummy(tmp_path), tmp_path / "out", Settings(scheme="awq"), mixing=mixing)
         for mixing in (False, True)
     ]
     before = mixed_run.measuring_seconds(config, plans[1].tokens, speed)
