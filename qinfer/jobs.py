@@ -81,9 +81,10 @@ def quantize(
 
     Where an earlier call with the same arguments was stopped, this one goes on behind the last layer that is
     finished, unless told not to `resume`; where all were, only the judging is done again, with `overwrite`
-    too. With a `budget`, average bits per weight, the units that do most damage get 8 bits; with `until_gate`
-    more and more of them do until the gate passes it. `device` is "auto" (or None: a GPU where there is one),
-    "cpu", "cuda" or "cuda:N". `sign` and `valid_days` are for the certificate, as in `prepare`.
+    too, and `until_gate` goes on from that step. With a `budget`, average bits per weight, the units that do
+    most damage get 8 bits; with `until_gate` more and more of them do until the gate passes it. `device` is
+    "auto" (or None: a GPU where there is one), "cpu", "cuda" or "cuda:N". `sign` and `valid_days` are for the
+    certificate, as in `prepare`.
     Raises UserError for anything that was asked for and cannot be, before the calibration starts.
     """
     profile_named(profile)
