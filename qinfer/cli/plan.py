@@ -18,6 +18,7 @@ from qinfer.cli.options import (
     RevisionOption,
 )
 from qinfer.cli.output import show, stdout_kept_for_result, table
+from qinfer.engine.activations import MIB, RUNTIME
 from qinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def plan(
         str | None,
         typer.Option(
             help="Kept free for the runtime beside weights, activations and pool. "
-            "Default: 576MiB, on a CPU nothing."
+            f"Default: {RUNTIME // MIB}MiB and a page, on a CPU nothing."
         ),
     ] = None,
     revision: RevisionOption = None,
