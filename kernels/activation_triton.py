@@ -26,6 +26,7 @@ from qinfer.kernels.rows_triton import (
     MAX_PROGRAMS,
     MEASURED,
     as_parts,
+    each_row_tile,
     launch,
     load_sum,
     meeting_of,
@@ -37,7 +38,7 @@ from qinfer.kernels.rows_triton import (
     table_of,
     take_turn,
 )
-from qinfer.kernels.tiles import Tile, tile
+from qinfer.kernels.tiles import Tile, each_row, tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
@@ -108,13 +109,13 @@ def offline_variants() -> Iterator[Variant]:
         "gate_up": "*bf16", "out": "*i8", "scales": "*fp32", "words": "*i64", "num_rows": "i32",
         "stride": "i32", "part_stride": "i32",
     }  # fmt: skip
-    for length in (1536, 4864, 14336, 28672):
-        for num_rows in (1, 64, 256, 4096):
-            yield _variant(signature, num_rows, length, 1, num_rows == 1)
-    for length, num_rows in ((4864, 1), (4864, 64), (14336, 1), (14336, 64), (28672, 1), (28672, 32)):
-        yield _variant({**signature, "gate_up": "*fp32"}, num_rows, length, 4, False)
+    for length in (1536, 4864, 14336, 24576, 28672):
+        for i, num_rows in enumerate(each_row_tile("gated_codes", length)):
+            yield _variant(signature, num_rows, length, 1, i == 0)
+        for num_rows in each_row_tile("gated_parts", length):
+            yield _variant({**signature, "gate_up": "*fp32"}, num_rows, length, 4, False)
     plain = {**signature, "out": "*bf16", "scales": None}
-    for num_rows in (1, 4096):
+    for num_rows in each_row("gated", MEASURED):
         yield _variant(plain, num_rows, 14336, 1, False)
 
 

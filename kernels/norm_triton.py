@@ -27,6 +27,7 @@ from qinfer.kernels.rows_triton import (
     MEASURED,
     as_parts,
     codes,
+    each_row_tile,
     largest_of,
     load_sum,
     offline_row,
@@ -112,22 +113,25 @@ def run(
 
 
 def offline_variants() -> Iterator[Variant]:
-    """The longest rows that a number of warps meets, to codes and with partial sums."""
+    """Rows of published models' widths, to codes and with partial sums."""
     signature = {
         "x": "*bf16", "residual": "*bf16", "weight": "*bf16", "out": "*i8", "scales": "*fp32",
         "total": "*bf16", "num_rows": "i32", "x_stride": "i32", "residual_stride": "i32",
         "part_stride": "i32", "eps": "fp32", "offset": "fp32", "multiplier": "fp32",
     }  # fmt: skip
     aligned = ("x_stride", "residual_stride", "part_stride")
-    for length in (576, 4096, 5120, 8192, 16384):
-        for num_rows in (1, 4096):
+    for length in (576, 1152, 4096, 5120, 8192, 16384):
+        for num_rows in sorted({*each_row_tile("rms_norm", length), 4096}):
             entry = _entry(MEASURED, num_rows, length, 1)
             constants = {"PARTS": 1, "LENGTH": length, "CODED": True, "ADD": True}
-            yield offline_row(f"rms_norm {length}", _kernel, signature, constants, entry, aligned)
-    parts = {**signature, "x": "*fp32"}
-    constants = {"PARTS": 8, "LENGTH": 8192, "CODED": True, "ADD": True}
-    entry = _entry(MEASURED, 1, 8192, 8)
-    yield offline_row("rms_norm parts", _kernel, parts, constants, entry, aligned)
+            name = f"rms_norm {length} x {num_rows}"
+            yield offline_row(name, _kernel, signature, constants, entry, aligned)
+    for length in (576, 1152, 4096, 8192):
+        for num_rows in each_row_tile("rms_norm_parts", length):
+            entry = _entry(MEASURED, num_rows, length, 8)
+            constants = {"PARTS": 8, "LENGTH": length, "CODED": True, "ADD": True}
+            name = f"rms_norm {length} x {num_rows}, 8 parts"
+            yield offline_row(name, _kernel, {**signature, "x": "*fp32"}, constants, entry, aligned)
 
 
 def _entry(gpu: str, num_rows: int, length: int, parts: int) -> dict[str, Any]:

@@ -38,7 +38,8 @@ from qinfer.kernels.paged_shapes_triton import (
 )
 from qinfer.kernels.paged_walk_triton import LOG2E
 from qinfer.kernels.paged_widen_triton import widen_constants, widen_pages
-from qinfer.kernels.tiles import Declined, tile
+from qinfer.kernels.rows_triton import MEASURED
+from qinfer.kernels.tiles import Declined, each_row, tile
 from qinfer.kernels.warps_triton import descriptor_type
 from qinfer.kernels.write_kv_triton import kind_of
 
@@ -148,12 +149,13 @@ def offline_variants() -> Iterator[Variant]:
             shape = Shape(group, dim, page_size, kind, torch.bfloat16, windowed, capped)
             itemsize = 2 if kind == PLAIN.value else 1
             op, words = table_name("decode", kind), element if kind == PLAIN.value else "*i16"
-            entries = [tile(op, "nvidia-h200", decode_formula, m, dim, itemsize) for m in (8, 64, 1024, 4096)]
+            programs = {8, 64, 1024, 4096, *each_row(op, MEASURED, f"{dim}x{itemsize}")}
+            entries = [tile(op, MEASURED, decode_formula, m, dim, itemsize) for m in sorted(programs)]
             for i, entry in enumerate(entries):
                 if entry not in entries[:i]:
                     yield _variant(decode_kernel, decode_constants(entry, shape), shape, words)
             op = table_name("prefill", kind)
-            entry = dict(tile(op, "nvidia-h200", prefill_formula, 4096, dim, itemsize))
+            entry = dict(tile(op, MEASURED, prefill_formula, 4096, dim, itemsize))
             del entry["per_sm"]
             yield _variant(prefill_kernel, prefill_constants(entry, shape), shape, element)
     for group, dim in ((4, 128), (7, 64)):

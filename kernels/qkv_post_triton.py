@@ -9,6 +9,7 @@ no exchange between threads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from math import gcd
 
 import torch
@@ -22,8 +23,8 @@ from qinfer.kernels.kv_unpack_triton import INT8
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.paged_shapes_triton import machine_of
 from qinfer.kernels.qkv_post import HeadNorms
-from qinfer.kernels.rows_triton import launch, take_turn
-from qinfer.kernels.tiles import Declined, tile
+from qinfer.kernels.rows_triton import MEASURED, launch, take_turn
+from qinfer.kernels.tiles import Declined, each_row, tile
 from qinfer.kernels.write_kv_triton import kind_of, slot_rows
 
 MAX_PARTS = 16  # partial sums that a program loads at once
@@ -109,7 +110,7 @@ def qkv_post(
 def offline_variants() -> Iterator[Variant]:
     """Every kind of page, with and without head norms and bias."""
     for kind, element in enumerate(("*bf16", "*i8", "*fp8e4nv")):
-        for full in (False, True):
+        for full, num_tokens in product((False, True), each_row("qkv_post", MEASURED)):
             signature = {
                 **dict.fromkeys(("qkv", "q", "cos", "sin"), "*bf16"),
                 **dict.fromkeys(("k", "v"), element),
@@ -124,9 +125,10 @@ def offline_variants() -> Iterator[Variant]:
             optional |= dict.fromkeys(("k_scales", "v_scales"), "*fp32" if kind == INT8.value else None)
             signature |= {name: of for name, of in optional.items() if of is not None}
             absent = {name: None for name, of in optional.items() if of is None}
-            options = launch(tile("qkv_post", "nvidia-h200", formula, 4096))
+            options = launch(tile("qkv_post", MEASURED, formula, num_tokens))
             fixed = {**constants, **absent, **{name: options.pop(name) for name in ("ROWS", "EARLY")}}
-            yield Variant(f"qkv_post {element} {full}", _kernel, signature, fixed, options, ("token_stride",))
+            name = f"qkv_post {element} {full} x {num_tokens}"
+            yield Variant(name, _kernel, signature, fixed, options, ("token_stride",))
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from qinfer.kernels.offline import Variant
-from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
+from qinfer.kernels.tiles import Declined, Tile, each_row, gpu_key, tile
 
 SMALLEST_SCALE = tl.constexpr(torch.finfo(torch.float32).tiny)
 INT8_MAX = tl.constexpr(127.0)
@@ -142,9 +142,20 @@ def row_tile(
     lanes = triton.next_power_of_2(length)
     if lanes > MAX_LANES:
         raise Declined(f"rows of {length} numbers; a program holds up to {MAX_LANES}")
-    size = lanes * 3 // 4 if lanes == MAX_LANES and length <= lanes * 3 // 4 else lanes
-    entry = tile(f"{op} {size}", gpu, lambda m, n, k: formula(m, lanes), num_rows)
+    entry = tile(_name(op, length), gpu, lambda m, n, k: formula(m, lanes), num_rows)
     return {"LANES": lanes, **launch(entry)}
+
+
+def each_row_tile(op: str, length: int) -> list[int]:
+    """A number of rows for each entry that the table of `offline_variants` has for rows of `length`."""
+    return each_row(_name(op, length), MEASURED)
+
+
+def _name(op: str, length: int) -> str:
+    """Of an op's table for rows of `length`."""
+    lanes = triton.next_power_of_2(length)
+    size = lanes * 3 // 4 if lanes == MAX_LANES and length <= lanes * 3 // 4 else lanes
+    return f"{op} {size}"
 
 
 def row_formula(num_rows: int, lanes: int) -> Tile:

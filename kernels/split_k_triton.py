@@ -118,4 +118,5 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Of a GPU; the interpreter, on a CPU, plays one with four."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -45,6 +45,12 @@ def tile(
     return next(entry for upper, entry in rows if upper is None or m <= upper)
 
 
+def each_row(op: str, gpu: str, key: str = "*") -> list[int]:
+    """A number of rows M for each row of an op's table, in order; 1 and 4096 where there is no table."""
+    uppers = [upper for upper, _ in _table(gpu).get(op, {}).get(key, [])]
+    return [upper or 1 + max((u for u in uppers if u), default=0) for upper in uppers] or [1, 4096]
+
+
 def gpu_key(name: str) -> str:
     """File name of a GPU's table, from the name that the driver reports: 'NVIDIA H200' -> 'nvidia-h200'."""
     return "-".join(name.lower().replace("/", " ").split())

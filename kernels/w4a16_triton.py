@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.pieces_triton import add_up, adding_variant, workspace
-from qinfer.kernels.tiles import Declined, Tile, gpu_key, tile
+from qinfer.kernels.rows_triton import MEASURED, table_of
+from qinfer.kernels.split_k_triton import num_multiprocessors
+from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w4a16 import INPUTS, ROWS
 from qinfer.kernels.w4a16_plan import formula, plan
 from qinfer.kernels.w4a16_product_triton import product
@@ -55,8 +57,8 @@ def _multiply(x: Tensor, words: Tensor, scale_zero: Tensor, in_parts: bool) -> T
         raise Declined(f"x must be bfloat16 or float16 with K a multiple of 8, not {x.dtype} with K = {k}")
     if not (m and n):
         return x.new_empty(m, n)
-    choose = partial(formula, cores=_cores())
-    config = tile("w4a16", _gpu(), choose, m, n, k, in_parts=in_parts)
+    choose = partial(formula, cores=num_multiprocessors(x.device))
+    config = tile("w4a16", table_of(x.device), choose, m, n, k, in_parts=in_parts)
     if ("BY_WARPS" in config and group % INPUTS) or ("QUARTERS" in config and group != INPUTS):
         config = choose(m, n, k)
     if "DEQUANTIZE" in config:
@@ -183,23 +185,13 @@ def _group(k: int, words: Tensor, scale_zero: Tensor) -> int:
     return group if scale_zero.shape[0] > 1 else triton.cdiv(k, INPUTS) * INPUTS
 
 
-@cache
-def _gpu() -> str:
-    return "interpreter" if INTERPRET else gpu_key(torch.cuda.get_device_name())
-
-
-@cache
-def _cores() -> int:
-    return 4 if INTERPRET else torch.cuda.get_device_properties("cuda").multi_processor_count
-
-
 def offline_variants() -> Iterator[Variant]:
     """The tables' tiles for Llama-8B's weights and the formula's, in both dtypes; other groups at a few."""
     choose = partial(formula, cores=132)
     found: dict[str, Variant] = {}
     for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (4864, 896)):
-        for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024):
-            config = tile("w4a16", "nvidia-h200", choose, m, n, k, in_parts=m == 1)
+        for m in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096):
+            config = tile("w4a16", MEASURED, choose, m, n, k, in_parts=m == 1)
             found |= {variant.name: variant for variant in _variants(config, m, n, k)}
     yield from found.values()
 

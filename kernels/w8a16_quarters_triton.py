@@ -26,7 +26,7 @@ from qinfer.kernels.quarters_triton import (
     variant_of,
 )
 from qinfer.kernels.tiles import Tile
-from qinfer.kernels.w8a16_warps_triton import floats
+from qinfer.kernels.w8a16_warps_triton import WORDS, floats
 from qinfer.kernels.warps_triton import (
     copy_in,
     descriptor,
@@ -62,10 +62,6 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: 
               M, N, row, token, panels):  # fmt: skip
     """A multiplying group: of every four steps the one with its number."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, 32],
-    )  # fmt: skip
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FACTOR: gl.constexpr = 256.0 if FP8 and xs.dtype == gl.float16 else 1.0
     tell_next(EARLY == 1)

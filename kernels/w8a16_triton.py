@@ -126,9 +126,9 @@ def formula(m: int, n: int, k: int) -> Tile:
 
 
 def offline_variants() -> Iterator[Variant]:
-    """The tables' tiles for Llama-8B's weights, and the formula's, both kinds of codes; few in float16."""
-    shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (896, 4864))
-    cases = [(m, n, k, "bf16") for n, k in shapes for m in (1, 16, 32, 64, 128, 256, 512, 1024)]
+    """The tables' tiles, for Llama-8B's weights, and the formula's, both kinds of codes; few in float16."""
+    shapes = ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (128256, 4096), (896, 4864))
+    cases = [(m, n, k, "bf16") for n, k in shapes for m in (1, 16, 32, 64, 128, 256, 512, 1024, 4096)]
     found = {
         (op, dtype, tuple(sorted(same_code(tile(op, MEASURED, formula, m, n, k)).items())))
         for op in ("w8a16_int8", "w8a16_fp8")

@@ -24,6 +24,14 @@ from qinfer.kernels.w8a16_widen_triton import (
 )
 from qinfer.kernels.warps_triton import copy_in, fill_buffers, group_barrier, tell_next
 
+# of [64, 32], 64 rows of 128 inputs: a thread has the eight words of two rows whose codes it will multiply
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, 32],
+    )
+)  # fmt: skip
+
 
 @gluon.jit
 def _place(M, steps, BM: gl.constexpr, BN: gl.constexpr):
@@ -90,10 +98,6 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl
               out, M, N, steps):  # fmt: skip
     """A multiplying group: rows PART * 64.. of its program's tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
-    WORDS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
-        [64, 32],
-    )  # fmt: skip
     FACTOR: gl.constexpr = 256.0 if FP8 and xs.dtype == gl.float16 else 1.0
     token, row, low, high = _place(M, steps, BM, BN)
     row += PART * 64
