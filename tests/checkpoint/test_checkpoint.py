@@ -11,6 +11,8 @@ from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint, required_t
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules
 from qinfer.errors import CheckpointError, UnsupportedModelError
+from qinfer.model.causal import CausalAttention
+from qinfer.model.decoder import load_decoder
 from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8, W8A8Int8, W8A16Int8
 from qinfer.testing import FAMILIES, tiny_model
 
@@ -171,6 +173,33 @@ def test_q21_quantized_weights_without_a_configuration_are_never_taken_for_dense
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=r"q_proj\.weight is .* I8, not"):
         open_checkpoint(folder)
+
+
+def test_q21_wherever_the_configuration_is_the_logits_are_the_same(tmp_path: Path) -> None:
+    folder = quantized(tmp_path, W4A16(32, False))
+    config = json.loads((folder / "config.json").read_text())
+    ours = config.pop("quantization_config")
+    text = {key: value for key, value in ours.items() if key != "quant_method"}
+    text["config_groups"] = json.loads(json.dumps(text["config_groups"]).replace('": 4,', '": "4",'))
+    layouts: list[tuple[dict, dict[str, dict]]] = [
+        ({**config, "quantization_config": ours}, {}),
+        ({**config, "quantization_config": text}, {}),  # names no method, and its bits are words
+        ({**config, "compression_config": ours}, {}),
+        (config, {"quantization_config.json": ours}),
+    ]
+    assert '"num_bits": "4"' in json.dumps(text)
+    found, ids = [], torch.arange(9)
+    for written, files in layouts:
+        (folder / "config.json").write_text(json.dumps(written))
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content))
+        checkpoint = open_checkpoint(folder)
+        assert {checkpoint.scheme(module) for module in all_modules(checkpoint.config)} == {W4A16(32, False)}
+        decoder = load_decoder(checkpoint)
+        with torch.inference_mode():
+            found.append(decoder.logits(decoder.forward(ids, ids, CausalAttention(1))))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(logits, found[0]) for logits in found[1:])
 
 
 def test_scales_of_any_float_type_are_read(tmp_path: Path) -> None:
