@@ -1,24 +1,19 @@
 """The gate's verdict on paper: `qinfer_gate.json` beside the checkpoint.
 
 A certificate says: *these* bytes were compared with that source, on that text, through that engine with that
-KV cache, and this was the verdict. It is bound to the bytes by the SHA-256 of every file that decides what
-the model computes or what tokens it sees: weights, index, config, tokenizer, chat template, and whatever
-else lies there as JSON. Not covered are sampling defaults (`generation_config.json`), which the gate does not
-measure, and what qinfer writes itself. It says when it expires, and may carry a signature.
+KV cache, and this was the verdict. It is bound to the bytes by the `hashes` of the files that decide
+what it computes. It says when it expires, and may carry a signature.
 
-`clearance` reads it before a checkpoint is served. Nothing is cached: a cached hash would trust a time stamp.
-Standard library only, so that refusing costs no torch.
+`clearance` reads it before a checkpoint is served. Whoever can write to the folder may have written it, so
+`read` gives it out only if it has the form on which its readers rely. Standard library only, so that refusing
+costs no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -31,22 +26,6 @@ CERTIFICATE_NAME = "qinfer_gate.json"
 REPORT_NAME = "qinfer_gate.md"
 FORMAT = 2
 KV_RISK: Mapping[str, int] = {"float32": 0, "bfloat16": 1, "float16": 1, "int8": 2, "fp8": 3}
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
-_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
-_INDEX = "model.safetensors.index.json"
-_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
-_COVERED = ("*.json", "tokenizer.model", "merges.txt", "chat_template.*", _MORE_TEMPLATES)
-_NOT_COVERED = ("generation_config.json", "quantize_report.json")  # and what begins with "qinfer_"
-_BLOCK = 1 << 20  # bytes hashed at a time
-
 
 GateState = Literal["dense", "passed", "failed", "ungated"]
 """No verdict needed; a PASS that covers this use; served in spite of a FAIL, or without a valid verdict."""
@@ -57,67 +36,6 @@ class GateStatus(NamedTuple):
 
     state: GateState
     line: str
-
-
-def weight_files(checkpoint: Path) -> dict[str, Path]:
-    """Every file that weights may be read from, by name: what the index lists, whatever it is called."""
-    found = {path.name: path for path in checkpoint.glob("*.safetensors")}
-    if (checkpoint / _INDEX).is_file():
-        try:
-            listed = json.loads((checkpoint / _INDEX).read_bytes())["weight_map"].values()
-            found |= {name: checkpoint / name for name in listed}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise GateError(f"{checkpoint / _INDEX} cannot be read as an index ({error})") from None
-    return found
-
-
-def covered_files(checkpoint: Path) -> dict[str, Path]:
-    """Every file of the folder that the certificate covers, by name."""
-    return dict(sorted((small_files(checkpoint) | weight_files(checkpoint)).items()))
-
-
-def small_files(checkpoint: Path) -> dict[str, Path]:
-    """What the certificate covers beside weights, by name."""
-    paths = (path for pattern in _COVERED for path in checkpoint.glob(pattern))
-    found = {path.relative_to(checkpoint).as_posix(): path for path in paths}
-    left_out = {name for name in found if name.startswith("qinfer_")} | {*_NOT_COVERED}
-    return {name: path for name, path in found.items() if name not in left_out}
-
-
-def reading_files(names: Iterable[str], *, templates: bool) -> set[str]:
-    """Those of a folder's file names that say how it turns text into tokens, with or without a chat's."""
-    known = {*TOKENIZER_FILES, *(_TEMPLATE_FILES if templates else ())}
-    return {name for name in names if name in known or (templates and fnmatchcase(name, _MORE_TEMPLATES))}
-
-
-def hash_files(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 (hex) of every file of the folder that the certificate covers, by file name."""
-    return hash_all(covered_files(checkpoint))
-
-
-def hash_all(files: Mapping[str, Path]) -> dict[str, str]:
-    """SHA-256 (hex) of each, on a few threads: hashlib gives up the interpreter's lock."""
-    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        return dict(zip(files, pool.map(hash_file, files.values()), strict=True))
-
-
-def hash_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:
-    """SHA-256 (hex) of a file, read in blocks; of what was read so far, once `stopped` says so.
-
-    Raises GateError for what is no file or cannot be read: nothing can be said of it.
-    """
-    digest = hashlib.sha256()
-    block = bytearray(_BLOCK)
-    view = memoryview(block)
-    try:
-        if not path.is_file():  # a folder, a link that leads nowhere, or a pipe that would never end
-            raise GateError(f"{path} is covered by the gate and is no file that can be read")
-        with path.open("rb", buffering=0) as file:
-            while not stopped() and (size := file.readinto(block)):
-                digest.update(view[:size])
-    except OSError as error:
-        raise GateError(f"{path} cannot be read: {error.strerror}") from None
-    return digest.hexdigest()
 
 
 def write(
@@ -229,29 +147,55 @@ def _expiry(settings: Mapping[str, Any], now: datetime, valid_days: int | None) 
 
 
 def _well_formed(document: object) -> bool:
-    return (
-        isinstance(document, dict)
-        and document.get("format") == FORMAT
-        and isinstance(document.get("verdict"), str)
-        and isinstance(document.get("reasons"), list)
-        and all(isinstance(reason, str) for reason in document["reasons"])
-        and isinstance(document.get("settings"), dict)
-        and isinstance(document["settings"].get("kv_cache_dtype"), str)
-        and document["settings"]["kv_cache_dtype"] in KV_RISK
-        and isinstance(document.get("made_at"), str)
-        and _is_time(document["made_at"])
-        and isinstance(document.get("hashes"), dict)
-        and isinstance(document.get("expires"), dict)
-        and _is_time(document["expires"].get("at"))
-    )
+    return isinstance(document, dict) and all(fits(document.get(name)) for name, fits in _FORM.items())
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def _has_text(value: object, name: str) -> bool:
+    return isinstance(value, dict) and _is_text(value.get(name))
 
 
 def _is_time(value: object) -> bool:
-    """Whether it is None or a time with its zone."""
+    """Whether it is a time with its zone."""
     try:
-        return value is None or datetime.fromisoformat(str(value)).tzinfo is not None
+        return isinstance(value, str) and datetime.fromisoformat(value).tzinfo is not None
     except ValueError:
         return False
+
+
+def _are_settings(value: object) -> bool:
+    return (
+        isinstance(value, dict) and _has_text(value, "kv_cache_dtype") and value["kv_cache_dtype"] in KV_RISK
+    )
+
+
+def _is_end(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and _are_texts(value.get("rules"))
+        and (value.get("at") is None or _is_time(value["at"]))
+    )
+
+
+_FORM: Mapping[str, Callable[[object], bool]] = {
+    "format": lambda value: value == FORMAT,
+    "verdict": _is_text,
+    "reasons": _are_texts,
+    "settings": _are_settings,
+    "made_at": _is_time,
+    "hashes": lambda value: isinstance(value, dict),
+    "expires": _is_end,
+    "blame": lambda value: value is None or _has_text(value, "line"),
+    "signature": lambda value: value is None or _has_text(value, "key"),
+}
+"""What a certificate's readers rely on, by the name of the part."""
 
 
 def _put(checkpoint: Path, document: Mapping[str, Any], report: str | None = None) -> Path:

@@ -25,8 +25,10 @@ from typing import Any, Literal
 
 from qinfer.errors import GateError
 from qinfer.evals import signature
-from qinfer.evals.certificate import GateStatus, covered_files, hash_all, hash_file, weight_files
+from qinfer.evals.certificate import GateStatus
 from qinfer.evals.coverage import Refusal, Use, check_reading, covered, judge_again
+from qinfer.evals.hashes import covered_files, hash_all, hash_file, weight_files
+from qinfer.evals.words import one_line
 
 Kind = Literal["dense", "quantized", "dummy"]
 
@@ -91,7 +93,7 @@ class Clearance:
         if self._status is None:
             try:
                 self._check_weights()
-                self._status = GateStatus("passed", _line(self._document, self._use))
+                self._status = GateStatus("passed", one_line(_line(self._document, self._use)))
             except GateError as error:
                 self._status = self._refused(error)
         if self._status.state in ("ungated", "failed"):
@@ -111,9 +113,9 @@ class Clearance:
         refusal = error if isinstance(error, Refusal) else self._stale(error)
         if not self._allow:
             allow = "serve it all the same with --allow-ungated (allow_ungated=True)"
-            raise GateError(f"{refusal}; {refusal.remedy}; or {allow}") from None
+            raise GateError(one_line(f"{refusal}; {refusal.remedy}; or {allow}")) from None
         served = "in spite of a FAIL" if refusal.state == "failed" else "without a valid verdict of the gate"
-        return GateStatus(refusal.state, f"served {served}: {refusal}")
+        return GateStatus(refusal.state, one_line(f"served {served}: {refusal}"))
 
     def _stale(self, error: GateError) -> Refusal:
         """Files that differ or cannot be read: another verdict is what they want."""

@@ -24,14 +24,12 @@ from qinfer.evals import signature
 from qinfer.evals.certificate import (
     KV_RISK,
     GateState,
-    hash_all,
     own_dtype,
     read,
-    reading_files,
     resolve_kv_cache_dtype,
     series,
-    small_files,
 )
+from qinfer.evals.hashes import hash_all, reading_files, small_files
 
 _SAFEST = "float32"
 

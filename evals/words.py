@@ -19,3 +19,8 @@ def number(value: float | None) -> str:
 def percent(share: float | None) -> str:
     """A share in per cent, one decimal where it has one."""
     return "not finite" if share is None else f"{100 * share:.1f}".removesuffix(".0") + " %"
+
+
+def one_line(text: str) -> str:
+    """A text from a file that anybody may have written, with escapes for what is not seen in a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

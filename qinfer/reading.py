@@ -32,7 +32,8 @@ from qinfer.engine.sampler import slice_rows
 from qinfer.engine.scoring import LOGIT_ROWS
 from qinfer.errors import UserError
 from qinfer.evals import fidelity
-from qinfer.evals.certificate import hash_files, resolve_kv_cache_dtype
+from qinfer.evals.certificate import resolve_kv_cache_dtype
+from qinfer.evals.hashes import hash_files
 from qinfer.evals.store import Store, code_digest, key_of
 from qinfer.hub import resolve
 from qinfer.model.decoder import Decoder, load_decoder, load_ends

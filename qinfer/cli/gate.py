@@ -58,10 +58,11 @@ def gate(
 
 def _sign(folder: Path, key: Path) -> None:
     from qinfer.evals import certificate
+    from qinfer.evals.hashes import hash_files
     from qinfer.evals.signature import Signer
 
     signer = Signer.load(key)
-    if certificate.read(folder)["hashes"] != certificate.hash_files(folder):
+    if certificate.read(folder)["hashes"] != hash_files(folder):
         raise GateError(f"the verdict on {folder} is stale: what has changed since is not signed")
     certificate.sign(folder, signer)
 
@@ -83,10 +84,12 @@ def _told(folder: Path, use: Use, *, is_quantized: bool) -> dict[str, Any]:
 
 
 def _text(document: dict[str, Any]) -> str:
+    from qinfer.evals.words import one_line
+
     written, settings = document["certificate"], document["certificate"].get("settings", {})
     lines = [f"{'refused' if document['state'] == 'refused' else 'served'}: {document['line']}"]
     if not written:
-        return lines[0]
+        return one_line(lines[0])
     blame = written.get("blame") or {}
     lines += [f"verdict {written['verdict']}, given {written['made_at']}"]
     lines += [f"  {reason}" for reason in written["reasons"]]
@@ -96,4 +99,4 @@ def _text(document: dict[str, Any]) -> str:
     lines += [f"void: {rule}" for rule in written["expires"]["rules"]]
     signature = written.get("signature")
     lines.append(f"signed by {signature['key']}" if signature else "not signed")
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))

@@ -1,12 +1,15 @@
 """`qinfer gate` says whether a checkpoint would be served now, and its exit code is what CI obeys."""
 
+import copy
 import json
 
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from qinfer.evals import thresholds
+from qinfer.cli import gate
+from qinfer.evals import certificate, thresholds
+from qinfer.evals.coverage import Use
 from qinfer.testing import tiny_model
 
 
@@ -105,3 +108,29 @@ def test_what_cannot_be_asked_is_one_line(qinfer, source, keys, tmp_path):
     assert (code, err.count("\n")) == (2, 1)
     assert "no private Ed25519 key" in err
     assert qinfer("gate", source, "--kv-cache-dtype", "int4").code == 2
+
+
+def test_whatever_a_certificate_says_it_is_shown_or_refused_in_lines_of_print(qinfer, source, tmp_path):
+    """Anybody may have written it: each part in turn is taken out, or is of another kind."""
+    out = tmp_path / "small"
+    qinfer("quantize", source, "--scheme", "w8a16-int8", "--out", out, "--profile", "quick")
+    whole = certificate.read(out)
+    whole["blame"] = {"line": "layer 1 is to blame", "culprit": "layer 1", "parts": []}
+    whole["signature"] = {"algorithm": "ed25519", "key": "SHA256:x", "value": "eA=="}
+    parts = [(name,) for name in whole]
+    for name in ("settings", "expires", "blame", "signature", "hashes"):
+        parts += [(name, key) for key in whole[name]]
+    shown = 0
+    for *path, last in parts:
+        for value in (None, 1, "\x1b[31mred\nline", ["\x1b\r"], {}):
+            document = copy.deepcopy(whole)
+            part = document
+            for name in path:
+                part = part[name]
+            part[last] = value
+            (out / certificate.CERTIFICATE_NAME).write_text(json.dumps(document))
+            told = gate._told(out, Use(), is_quantized=True)
+            assert told["line"].isprintable()
+            assert all(line.isprintable() for line in gate._text(told).split("\n"))
+            shown += bool(told["certificate"])
+    assert shown > 50

@@ -11,6 +11,7 @@ from qinfer.checkpoint.names import all_modules
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.engine.footprint import WeightFormat, weight_bytes
 from qinfer.evals import certificate
+from qinfer.evals.hashes import hash_files
 from qinfer.quant import W4A16, W8A8Fp8, W8A8Int8, W8A16Int8
 from qinfer.testing import tiny_model
 
@@ -85,7 +86,7 @@ def test_inspect_shows_the_verdict_and_notices_a_stale_one(qinfer, tmp_path, ver
         "settings": {"kv_cache_dtype": "float32"},
         "measures": [],
     }
-    certificate.write(out, contents, certificate.hash_files(out), "report")
+    certificate.write(out, contents, hash_files(out), "report")
     told = json.loads(qinfer("inspect", out, "--json").stdout)["gate"]
     assert (told["state"], told["verdict"], told["reasons"]) == (state, verdict, ["mean KL 0.01"])
     with (out / "config.json").open("a") as file:

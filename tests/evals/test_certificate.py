@@ -13,6 +13,7 @@ import pytest
 
 from qinfer.errors import GateError, UserError
 from qinfer.evals import certificate
+from qinfer.evals.hashes import _BLOCK, hash_file, hash_files
 from qinfer.evals.signature import Signer
 
 SETTINGS = {"kv_cache_dtype": "bfloat16", "qinfer": "0.3.1"}
@@ -25,24 +26,24 @@ def test_what_decides_the_tokens_is_covered_and_what_does_not_is_not(tmp_path: P
         *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
         *("model.safetensors.index.json", "config.json", "hf_quant_config.json", "kv_scales.json"),
         *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "merges.txt", "vocab.json"),
-        *("chat_template.jinja", "special_tokens_map.json"),
+        *("chat_template.jinja", "special_tokens_map.json", "spiece.model", "qwen.tiktoken", "vocab.txt"),
     }
     left_out = {"generation_config.json", "quantize_report.json", "qinfer_gate.json", "qinfer_waiting.json"}
-    for name in covered | left_out | {"README.md", "qinfer_gate.md"}:
+    for name in covered | left_out | {"README.md", "LICENSE.txt", "qinfer_gate.md"}:
         (tmp_path / name).write_text(name)
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    hashes = certificate.hash_files(tmp_path)
+    hashes = hash_files(tmp_path)
     assert set(hashes) == covered
     assert hashes["config.json"] == hashlib.sha256(b"config.json").hexdigest()
 
 
 def test_a_file_longer_than_a_block_is_hashed_whole(tmp_path: Path) -> None:
-    data = bytes(range(256)) * (3 * certificate._BLOCK // 256) + b"end"
+    data = bytes(range(256)) * (3 * _BLOCK // 256) + b"end"
     (tmp_path / "model.safetensors").write_bytes(data)
     expected = hashlib.sha256(data).hexdigest()
-    assert certificate.hash_file(tmp_path / "model.safetensors") == expected
-    assert certificate.hash_file(tmp_path / "model.safetensors", lambda: True) != expected
+    assert hash_file(tmp_path / "model.safetensors") == expected
+    assert hash_file(tmp_path / "model.safetensors", lambda: True) != expected
 
 
 def test_both_files_lie_there_and_say_when_it_ends(tmp_path: Path) -> None:
@@ -147,4 +148,4 @@ def test_what_is_no_file_is_one_line(tmp_path: Path, kind: str) -> None:
     else:
         os.mkfifo(path)
     with pytest.raises(GateError, match=r"x\.json is covered by the gate and is no file"):
-        certificate.hash_files(tmp_path)
+        hash_files(tmp_path)

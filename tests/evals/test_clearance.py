@@ -19,6 +19,7 @@ from qinfer.evals import certificate, clearance
 from qinfer.evals.certificate import GateStatus
 from qinfer.evals.clearance import Clearance
 from qinfer.evals.coverage import Use
+from qinfer.evals.hashes import hash_file, hash_files
 from qinfer.evals.signature import Signer
 
 
@@ -49,7 +50,7 @@ def certify(
         "settings": {**measured, **(settings or {})},
         **(found or {}),
     }
-    certificate.write(folder, contents, certificate.hash_files(folder), f"# {verdict}\n", **options)
+    certificate.write(folder, contents, hash_files(folder), f"# {verdict}\n", **options)
 
 
 def require(folder: Path, *, allow_ungated: bool = False, **use: Any) -> GateStatus:
@@ -85,12 +86,18 @@ def test_what_is_not_decided_wants_more_evidence(folder: Path, verdict: str) -> 
     ("found", "way_out"),
     [
         ({"measures": [{}]}, "; see that --against is what it was made from, quantize with --until-gate"),
-        ({"measures": [{}], "blame": {"culprit": None}}, "quantize with --until-gate"),
-        ({"measures": [{}], "blame": "odd", "offer": {"how": ["odd"]}}, "quantize with --until-gate"),
-        ({"measures": [{}], "offer": {"how": "do this"}}, "; what passes in its place: do this;"),
-        ({"measures": [{}], "blame": {"culprit": "layer 1"}, "offer": {"how": "do this"}}, "place: do this;"),
+        ({"measures": [{}], "blame": {"line": "none", "culprit": None}}, "quantize with --until-gate"),
         (
-            {"measures": [{}], "blame": {"culprit": "layer 17"}},
+            {"measures": [{}], "blame": {"line": "x", "culprit": 5}, "offer": {"how": ["odd"]}},
+            "quantize with --until-gate",
+        ),
+        ({"measures": [{}], "offer": {"how": "do this"}}, "; what passes in its place: do this;"),
+        (
+            {"measures": [{}], "blame": {"line": "x", "culprit": "layer 1"}, "offer": {"how": "do this"}},
+            "place: do this;",
+        ),
+        (
+            {"measures": [{}], "blame": {"line": "x", "culprit": "layer 17"}},
             "; layer 17 alone is to blame: make the checkpoint anew",
         ),
         ({}, "; give it its source's tokenizer files and chat template"),
@@ -294,7 +301,7 @@ def test_other_kernels_are_said_and_not_refused(folder: Path) -> None:
 
 
 def test_weights_changed_while_they_were_measured_are_stale(folder: Path) -> None:
-    hashes = certificate.hash_files(folder)
+    hashes = hash_files(folder)
     (folder / "model.safetensors").write_bytes(b"other weights")
     contents = {"verdict": "PASS", "reasons": [], "settings": {"kv_cache_dtype": "bfloat16"}}
     certificate.write(folder, contents, hashes, "")
@@ -306,7 +313,6 @@ def test_the_weights_are_hashed_while_they_are_loaded(folder: Path, monkeypatch:
     """All else is checked at once; what the weights' hashes say is known at the end."""
     certify(folder)
     go_on = threading.Event()
-    hash_file = certificate.hash_file
 
     def slow(path: Path, *more: Any) -> str:
         assert go_on.wait(60)
