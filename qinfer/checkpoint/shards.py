@@ -33,8 +33,10 @@ class Header(NamedTuple):
 
 def read_headers(file: Path) -> dict[str, Header]:
     """Every tensor of one file; CheckpointError when the file is cut off or no safetensors file."""
-    size = file.stat().st_size
+    if not file.is_file():  # a link that leads nowhere, or a pipe that would never end
+        raise CheckpointError(f"{file} is no file that can be read; fetch or copy it again")
     try:
+        size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 + length:
@@ -47,6 +49,8 @@ def read_headers(file: Path) -> dict[str, Header]:
             ends.append(stop)
             headers[name] = Header(file, tuple(map(operator.index, entry["shape"])), str(entry["dtype"]))
         end = 8 + length + max(ends)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a safetensors file: {error}") from error
     if size < end:

@@ -1,6 +1,7 @@
 """Opening a checkpoint names everything that is missing or wrong before anything is loaded (case Q19)."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,20 @@ def test_q19_file_that_is_cut_off(keep: int, tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"model.safetensors is (cut off|not a safetensors file)"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link that leads nowhere"])
+def test_q19_weights_that_are_no_file(kind: str, tmp_path: Path) -> None:
+    file = tiny_model("llama", tmp_path / "m") / "model.safetensors"
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("gone")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"):
+        open_checkpoint(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
