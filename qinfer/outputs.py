@@ -94,12 +94,8 @@ class RequestOutput:
         self.outputs = outputs
         self.finished = finished
         self.metrics = metrics
-        self.lora_request = None
-        self.encoder_prompt = None
-        self.encoder_prompt_token_ids = None
         self.num_cached_tokens = num_cached_tokens
         self.embedding = embedding
-        self.kv_transfer_params = None
 
 
 @dataclass

@@ -90,17 +90,18 @@ class Request:
 
     def output(self) -> RequestOutput:
         """All that the request has so far, as its user sees it."""
-        wants_prompt = self.params.prompt_logprobs is not None
-        return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=self.prompt_ids,
-            prompt_logprobs=self.prompt_logprobs if wants_prompt else None,
-            outputs=[seq.completion() for seq in self.sequences],
-            finished=self.finished,
-            metrics=self.metrics,
-            num_cached_tokens=self.num_cached,
-            embedding=self.pool.vector() if self.pool is not None and self.finished else None,
+        outputs = [seq.completion() for seq in self.sequences]
+        finished = None not in [choice.finish_reason for choice in outputs]
+        return RequestOutput(  # by position: there is one for every token
+            self.request_id,
+            self.prompt,
+            self.prompt_ids,
+            None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            outputs,
+            finished,
+            self.metrics,
+            self.num_cached,
+            self.pool.vector() if finished and self.pool is not None else None,
         )
 
 
@@ -194,13 +195,13 @@ class Sequence:
         """What was generated so far; later tokens do not change it."""
         wanted = self.request.params.logprobs is not None
         return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=self.token_ids[self.num_prompt :],
-            cumulative_logprob=self.cumulative_logprob if wanted else None,
-            logprobs=list(self.logprobs) if wanted else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            self.index,
+            self.text,
+            self.token_ids[len(self.request.prompt_ids) :],
+            self.cumulative_logprob if wanted else None,
+            list(self.logprobs) if wanted else None,
+            self.finish_reason,
+            self.stop_reason,
         )
 
     def rewind(self) -> None:

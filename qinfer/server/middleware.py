@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qinfer.server import ignored, load_report
+from qinfer.server.chunking import EXTENSION, piece_writer
 from qinfer.server.errors import Failure
 from qinfer.server.http_metrics import HttpMetrics
 
@@ -74,6 +75,15 @@ class RequestFrame:
                     headers[load_report.HEADER] = report
             await send(message)
 
+        write = piece_writer(scope)
+
+        def counted(data: bytes) -> bool:
+            nonlocal sent
+            written = write(data)
+            sent += len(data) if written else 0
+            return written
+
+        scope["extensions"] = {**(scope.get("extensions") or {}), EXTENSION: counted}
         working = scope["path"] not in OPEN_PATHS
         self.metrics.live += working
         try:

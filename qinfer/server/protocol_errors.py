@@ -6,23 +6,14 @@ uvicorn finds out before there is a request that an app could see: bytes that ar
 
 from __future__ import annotations
 
-from typing import Any
-
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qinfer.server.chunking import ChunkingConnection
+from qinfer.server.chunking import ChunkingH11
 from qinfer.server.errors import Failure
 
-MAX_HEAD = 1 << 16  # bytes
 
-
-class JsonH11(H11Protocol):
+class JsonH11(ChunkingH11):
     """uvicorn's HTTP/1.1, whose 400 is one of ours, and whose streams cost less."""
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.conn = ChunkingConnection(h11.SERVER, MAX_HEAD)
 
     def send_400_response(self, msg: str) -> None:
         """Answers where no answer has begun yet, and closes the connection."""

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from qinfer.errors import QinferError
+from qinfer.server.chunking import WritePiece, piece_writer
 from qinfer.server.errors import failure_of
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class EventStream(Response):
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
+        sending = asyncio.ensure_future(self._send(send, piece_writer(scope)))
         gone = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -101,10 +102,11 @@ class EventStream(Response):
         if not sending.cancelled():
             sending.result()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, write: WritePiece) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for text in self.events if self.keep_alive is None else self._kept_alive(self.keep_alive):
-            await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
+            if not write(data := text.encode()):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _kept_alive(self, seconds: float) -> AsyncGenerator[str, None]:

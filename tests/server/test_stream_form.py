@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import socket
+from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
-import h11
 import pytest
 
-from qinfer.server.chunking import ChunkingConnection
+from qinfer.server.chunking import piece_writer
 from qinfer.server.streaming import event
 from qinfer.server.text_events import TextEvents
 from qinfer.server.wire import Completion, CompletionChoice
@@ -53,49 +56,66 @@ def test_plain_chunks_have_the_fields_of_those_that_say_more(serve_scripted, pat
     assert [len(text) for text in plain[0].values()] == [12, 12]
 
 
-def exchange(
-    version: bytes, method: bytes, headers: list[tuple[str, str]], pieces: list[bytes]
-) -> list[bytes]:
-    """What the two connections send for the same answer; the last is a reader's view of ours."""
-    sent = []
-    for kind in (h11.Connection, ChunkingConnection):
-        server = kind(h11.SERVER)
-        server.receive_data(method + b" / HTTP/" + version + b"\r\nhost: a\r\n\r\n")
-        while server.next_event() is not h11.NEED_DATA and server.their_state is not h11.DONE:
-            pass
-        server.next_event()
-        out = server.send(h11.Response(status_code=200, headers=headers)) or b""
-        for piece in pieces:
-            out += server.send(h11.Data(data=piece)) or b""
-        out += server.send(h11.EndOfMessage()) or b""
-        sent.append(out)
-        assert server.our_state in (h11.DONE, h11.MUST_CLOSE)
-    return sent
+def raw_answer(url: str, version: str, method: str, path: str) -> bytes:
+    """All bytes of an answer, whose Date is left out."""
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port)) as connection:
+        connection.sendall(f"{method} {path} HTTP/{version}\r\nhost: a\r\nconnection: close\r\n\r\n".encode())
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    return re.sub(rb"date: [^\r]*\r\n", b"", answer)
 
 
-@pytest.mark.parametrize("pieces", [[b"a" * 300, b"bc"], [b"", b"x", b""], []])
+@pytest.fixture(scope="module")
+def pieces(run_app) -> Iterator[tuple[str, list[bool]]]:
+    """A server of two pieces, which go by the extension where the path says so; and whether those did."""
+    written: list[bool] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"303")] if b"length" in scope["raw_path"] else []
+        headers += [(b"x-note", b"transfer-encoding: chunked")] if b"note" in scope["raw_path"] else []
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in (b"a" * 300, b"bcd"):
+            if b"fast" in scope["raw_path"]:
+                written.append(piece_writer(scope)(piece))
+            if b"fast" not in scope["raw_path"] or not written[-1]:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+        assert not piece_writer(scope)(b"too late")
+
+    with run_app(app) as url:
+        yield url, written
+
+
 @pytest.mark.parametrize(
-    ("version", "method", "headers"),
+    ("version", "method", "kind", "is_fast"),
     [
-        (b"1.1", b"GET", []),
-        (b"1.0", b"GET", []),
-        (b"1.1", b"GET", [("x-note", "transfer-encoding: chunked")]),
+        ("1.1", "GET", "plain", True),
+        ("1.0", "GET", "plain", False),
+        ("1.1", "GET", "note", True),
+        ("1.0", "GET", "note", False),
+        ("1.1", "GET", "length", False),
+        ("1.1", "HEAD", "length", False),
     ],
 )
-def test_pieces_are_framed_as_h11_frames_them(version, method, headers, pieces):
-    theirs, ours = exchange(version, method, headers, pieces)
-    assert ours == theirs
+def test_pieces_are_framed_as_h11_frames_them(pieces, version, method, kind, is_fast):
+    url, written = pieces
+    written.clear()
+    usual = raw_answer(url, version, method, f"/{kind}")
+    assert written == []
+    assert raw_answer(url, version, method, f"/{kind}/fast") == usual
+    assert written == [is_fast, is_fast]
+    assert usual.endswith(b"0\r\n\r\n") == is_fast
+    assert (b"aaabcd" in usual, b"\r\n3\r\nbcd\r\n" in usual) == (not is_fast and method == "GET", is_fast)
 
 
-def test_a_known_length_is_not_chunked_and_is_held_to():
-    theirs, ours = exchange(b"1.1", b"GET", [("content-length", "3")], [b"ab", b"c"])
-    assert ours == theirs
-    assert ours.endswith(b"\r\n\r\nabc")
-    with pytest.raises(h11.LocalProtocolError):
-        exchange(b"1.1", b"GET", [("content-length", "1")], [b"ab"])
+def test_no_server_no_extension():
+    assert not piece_writer({"type": "http"})(b"a")
 
 
-def test_a_head_has_no_body():
-    theirs, ours = exchange(b"1.1", b"HEAD", [], [b""])
-    assert ours == theirs
-    assert ours.endswith(b"\r\n\r\n")
+def test_bytes_of_pieces_are_counted(serve_scripted):
+    with serve_scripted() as served:
+        answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 12, "stream": True})
+        counts = served.get("/metrics").text
+    size = re.search(r'http_response_size_bytes_sum{handler="/v1/completions"} (\S+)', counts)
+    assert size is not None
+    assert float(size[1]) == len(answer.content)
