@@ -20,19 +20,18 @@ from qinfer import llm_tasks
 from qinfer.chat_messages import Message
 from qinfer.config import ModelConfig
 from qinfer.dtypes import DTYPES
-from qinfer.engine.admission import check_text
 from qinfer.engine.continuation import Continuation
 from qinfer.engine.pooling import Pooling
-from qinfer.errors import UserError, check_flags
+from qinfer.errors import check_flags
 from qinfer.generation_config import default_params
-from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse
+from qinfer.llm_keywords import ABSENT_METHODS, engine_options_of, refuse, served_names
 from qinfer.llm_requests import Requests
 from qinfer.llm_tasks import BeamSearchOutput, BeamSearchParams
 from qinfer.loading import Loader, schemes_of
 from qinfer.model.head import check_lm_head_dtype
 from qinfer.outputs import EmbeddingRequestOutput, RequestOutput, ScoringRequestOutput
 from qinfer.progress import Progress
-from qinfer.prompts import Prompt, conversation_list, params_list, prompt_list, text_and_ids
+from qinfer.prompts import Prompt, conversation_list, prompt_list
 from qinfer.sampling_params import SamplingParams
 from qinfer.source import Weights, check_dtype, check_quantization, open_model
 from qinfer.tokenizer import Tokenizer
@@ -88,9 +87,7 @@ class LLM:
         checkpoint = open_model(model, weights, revision=revision, token=hf_token)
         self.path = checkpoint.path
         self._recommended = (generation_config, override_generation_config or {})
-        self.served_model_names = _served_names(
-            str(model) if served_model_name is None else served_model_name
-        )
+        self.served_model_names = served_names(str(model) if served_model_name is None else served_model_name)
         check_quantization(quantization, checkpoint)
         self.config: ModelConfig = checkpoint.config
         self.schemes = schemes_of(checkpoint)
@@ -109,7 +106,7 @@ class LLM:
             allow_ungated=allow_ungated,
             trust=[trust] if isinstance(trust, str | os.PathLike) else trust,
         ).load()
-        self._requests = Requests(self.engine)
+        self._requests = Requests(self.engine, self.tokenizer)
         self._enqueued: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -181,7 +178,7 @@ class LLM:
             )
             for conversation in conversation_list(messages)
         ]
-        prompts = [self._encode_text(text, add_special_tokens=False) for text in texts]
+        prompts = [self._requests.encode_text(text, add_special_tokens=False) for text in texts]
         return self.run(prompts, sampling_params, use_tqdm, priority=priority)
 
     def embed(
@@ -230,7 +227,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of each prompt, best first; `concurrency_limit` is the engine's own."""
         refuse(lora_request=lora_request, priority=priority)
-        ids = [list(self._encode(prompt)[1]) for prompt in prompt_list(prompts)]
+        ids = [list(self._requests.encode(prompt)[1]) for prompt in prompt_list(prompts)]
         return llm_tasks.beam_search(self, ids, params, use_tqdm)
 
     def run(
@@ -244,7 +241,10 @@ class LLM:
         continuations: Sequence[Continuation] | None = None,
     ) -> list[RequestOutput]:
         """Runs prompts to their end, pooled, scored or continued; what all methods above come to."""
-        ids = self._add(prompts, params, pooling=pooling, priority=priority, continuations=continuations)
+        params = self.get_default_sampling_params() if params is None else params
+        ids = self._requests.add(
+            prompts, params, pooling=pooling, priority=priority, continuations=continuations
+        )
         return self._requests.run(ids, use_tqdm)
 
     def enqueue(
@@ -255,7 +255,8 @@ class LLM:
         priority: Sequence[int] | None = None,
     ) -> list[str]:
         """Takes prompts in like `generate`, for `wait_for_completion` to run; returns their request ids."""
-        ids = self._add(prompt_list(prompts), sampling_params, priority=priority)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        ids = self._requests.add(prompt_list(prompts), params, priority=priority)
         self._enqueued += ids
         return ids
 
@@ -266,12 +267,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer; UserError where there is none."""
-        if self.tokenizer is None:
-            raise UserError(
-                "this LLM has no tokenizer (skip_tokenizer_init=True, or dummy weights of a folder without "
-                "one) and takes token ids only: name one (tokenizer=..., --tokenizer) for text"
-            )
-        return self.tokenizer
+        return self._requests.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, over the defaults of SamplingParams.
@@ -287,43 +283,3 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes."""
         return self.engine.reset_prefix_cache()
-
-    def _add(
-        self,
-        prompts: Sequence[Prompt],
-        sampling_params: Params,
-        *,
-        pooling: Pooling | None = None,
-        priority: Sequence[int] | None = None,
-        continuations: Sequence[Continuation] | None = None,
-    ) -> list[str]:
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        return self._requests.add(
-            (self._encode(prompt) for prompt in prompts),
-            params_list(sampling_params, len(prompts)),
-            pooling=pooling,
-            priority=priority,
-            continuations=continuations,
-        )
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
-        text, ids = text_and_ids(prompt)
-        if text is None or ids is not None:
-            return text, ids
-        return text, self._encode_text(text, add_special_tokens=True)
-
-    def _encode_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer = self.get_tokenizer()
-        check_text(text, tokenizer, self.engine.limits.max_model_len)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
-
-def _served_names(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The model's names in the API; UserError for none, or an empty one."""
-    found = (names,) if isinstance(names, str) else tuple(names)
-    if not found or not all(isinstance(name, str) and name.strip() for name in found):
-        raise UserError(
-            f"served_model_name must be a name or several, not {names!r:.100}", "served_model_name"
-        )
-    return found

@@ -6,12 +6,13 @@ for nothing (its default) is accepted; one that nobody knows is a TypeError, as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from qinfer.engine.footprint import parse_size
 from qinfer.engine.options import EngineOptions
+from qinfer.errors import UserError
 
 # vLLM's keywords that change nothing here, and those that qinfer lacks, with the value that asks for nothing
 _WITHOUT_EFFECT = frozenset({"trust_remote_code", "disable_log_stats"})
@@ -69,3 +70,13 @@ def refuse(**absent: Any) -> None:
     for name, value in absent.items():
         if value is not None:
             raise NotImplementedError(f"qinfer does not have {name}")
+
+
+def served_names(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The model's names in the API; UserError for none, or an empty one."""
+    found = (names,) if isinstance(names, str) else tuple(names)
+    if not found or not all(isinstance(name, str) and name.strip() for name in found):
+        raise UserError(
+            f"served_model_name must be a name or several, not {names!r:.100}", "served_model_name"
+        )
+    return found
