@@ -50,7 +50,7 @@ def gate(
         use = Use(serving.kv_cache_dtype, lm_head_dtype, served, trust=tuple(trust or ()))
         if sign is not None:
             _sign(folder, sign)
-        document = {"path": str(folder), **_told(folder, use, is_quantized=checkpoint.is_quantized)}
+        document = {"path": str(folder), **told(folder, use, is_quantized=checkpoint.is_quantized)}
     show(document, _text(document), as_json)
     if document["state"] == "refused":
         raise typer.Exit(1)
@@ -67,20 +67,23 @@ def _sign(folder: Path, key: Path) -> None:
     certificate.sign(folder, signer)
 
 
-def _told(folder: Path, use: Use, *, is_quantized: bool) -> dict[str, Any]:
-    """Whether it would be served, why, and all that the certificate says but the files' hashes."""
+def told(folder: Path, use: Use | None = None, *, is_quantized: bool) -> dict[str, Any]:
+    """Whether a checkpoint would be served, why, and what its certificate says but for the files' hashes.
+
+    `use` is how it would be, None: as it comes.
+    """
     from qinfer.evals import certificate, clearance
 
     try:
         status = clearance.require(folder, use, "quantized" if is_quantized else "dense")
-        told = {"state": status.state, "line": status.line}
+        found = {"state": status.state, "line": status.line}
     except GateError as error:
-        told = {"state": "refused", "line": str(error)}
+        found = {"state": "refused", "line": str(error)}
     try:
         written = certificate.read(folder)
     except GateError:
         written = {}
-    return {**told, "certificate": {name: value for name, value in written.items() if name != "hashes"}}
+    return {**found, "certificate": {name: value for name, value in written.items() if name != "hashes"}}
 
 
 def _text(document: dict[str, Any]) -> str:

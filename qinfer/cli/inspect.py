@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from qinfer.cli.gate import told
 from qinfer.cli.options import JsonOption
 from qinfer.cli.output import show, stdout_kept_for_result, table
-from qinfer.errors import GateError
 
 if TYPE_CHECKING:
     from qinfer.checkpoint.checkpoint import Checkpoint
@@ -72,18 +72,9 @@ def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 def _gate(checkpoint: Checkpoint) -> dict[str, Any]:
     """Whether it would be served now, and the verdict with its reasons and measures where there is one."""
-    from qinfer.evals import certificate, clearance
-
-    try:
-        status = clearance.require(checkpoint.path, kind="quantized" if checkpoint.is_quantized else "dense")
-        told = {"state": status.state, "line": status.line}
-    except GateError as error:
-        told = {"state": "refused", "line": str(error)}
-    try:
-        written = certificate.read(checkpoint.path)
-    except GateError:
-        written = {}
-    return {**told, **{key: written.get(key) for key in ("verdict", "reasons", "measures")}}
+    found = told(checkpoint.path, is_quantized=checkpoint.is_quantized)
+    written = found.pop("certificate")
+    return {**found, **{key: written.get(key) for key in ("verdict", "reasons", "measures")}}
 
 
 def _text(document: dict[str, Any]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from qinfer.cli.options import (
 )
 from qinfer.cli.output import show, stdout_kept_for_result, table
 from qinfer.engine.activations import MIB, RUNTIME
-from qinfer.errors import CheckpointError
 
 if TYPE_CHECKING:
     from qinfer.bench.plan import Row, Setting
@@ -106,6 +104,7 @@ def plan(
 
 def _read_config(model: str, revision: str | None, token: str | None) -> ModelConfig:
     """The model's configuration; of a hub model only its config.json is fetched."""
+    from qinfer.checkpoint.files import read_json
     from qinfer.config import ModelConfig
 
     path = Path(model)
@@ -113,11 +112,7 @@ def _read_config(model: str, revision: str | None, token: str | None) -> ModelCo
         from qinfer.hub import config_file
 
         path = config_file(model, revision=revision, token=token)
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as a config.json: {error}") from None
-    return ModelConfig.from_dict(raw)
+    return ModelConfig.from_dict(read_json(path))
 
 
 def _document(model: str, setting: Setting, rows: list[Row]) -> dict[str, Any]:

@@ -162,9 +162,9 @@ def test_plan_leaves_out_what_the_widths_do_not_allow(qinfer, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "cannot be read as a config.json"),
+        ("{", "config.json cannot be read: "),
         ('{"architectures": ["BertModel"]}', "BertModel"),
-        (None, "No such file"),
+        (None, " has no config.json"),
     ],
 )
 def test_plan_of_no_config_is_one_line(qinfer, tmp_path, text, said):
