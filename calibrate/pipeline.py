@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -35,13 +35,9 @@ from qinfer.calibrate.journal import Journal
 from qinfer.calibrate.kv_scales import SIDECAR, scale_tensors, sidecar
 from qinfer.calibrate.layer import LayerPlan, QuantizedLayer, quantize_layer
 from qinfer.calibrate.mixing import average_bits
-from qinfer.calibrate.report import FILE_NAME, QuantizeReport
+from qinfer.calibrate.report import FILE_NAME, LayerReport, QuantizeReport
 from qinfer.calibrate.report_page import MARKDOWN_NAME, PAGE_NAME, html, markdown
-from qinfer.checkpoint.names import (
-    layer_groups,
-    layer_modules,
-    layer_tensors,
-)
+from qinfer.checkpoint.names import layer_groups, layer_modules, layer_tensors
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
@@ -104,38 +100,56 @@ def _run(
     progress: bool,
     extra_files: Mapping[str, str],
 ) -> QuantizeReport:
-    config, scheme = job.source.config, job.recipe.scheme
     start, before = time.perf_counter(), len(journal.done)
+    _quantize_layers(job, writer, journal, progress)
+    config = job.source.config
+    in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
+    for name in sorted(job.source.names() - in_layers):
+        _write(writer, name, job.source.tensor(name))
+    health.check_complete(job.expected_names(), writer.names)
+    result = _report(job, journal.done, seconds=time.perf_counter() - start, resumed=before)
+    sizes = {"num_bytes": result.bytes_after, "source_bytes": result.bytes_before}
+    writer.finish(
+        job.configuration(),
+        {**_reports(job, result), **extra_files},
+        lambda written: health.check_written(written, job.scheme_of_module, **sizes),
+    )
+    return result
 
-    def write(name: str, tensor: Tensor) -> None:
-        health.check_finite(name, tensor)
-        writer.add(name, tensor)
 
+def _quantize_layers(job: QuantizeJob, writer: CheckpointWriter, journal: Journal, progress: bool) -> None:
+    """Those that the journal does not have yet, one after another, each safe on the disk before the next."""
+    count, done = job.source.config.num_layers, len(journal.done)
     batches = _batches(job, writer.folder)
     states = {"hidden": batches}
     writer.restore(journal.pieces)
-    journal.restore(states, last=len(journal.done) == config.num_layers)
-    label = f"{scheme.label}, {job.recipe.method}"
-    left = range(len(journal.done), config.num_layers)
-    for index in tqdm(left, label, config.num_layers, initial=len(journal.done), disable=not progress):
+    journal.restore(states, last=done == count)
+    label = f"{job.recipe.scheme.label}, {job.recipe.method}"
+    for index in tqdm(range(done, count), label, count, initial=done, disable=not progress):
         layer = _quantize_layer(job, index, batches)
         for name, tensor in layer.tensors.items():
-            write(name, tensor)
-        journal.record(layer.report, writer.commit(), states, last=index == left[-1])
-    layers = journal.done
-    in_layers = {name for i in range(config.num_layers) for name in layer_tensors(config, i)}
-    for name in sorted(job.source.names() - in_layers):
-        write(name, job.source.tensor(name))
-    health.check_complete(job.expected_names(), writer.names)
-    result = QuantizeReport(
+            _write(writer, name, tensor)
+        journal.record(layer.report, writer.commit(), states, last=index == count - 1)
+
+
+def _write(writer: CheckpointWriter, name: str, tensor: Tensor) -> None:
+    health.check_finite(name, tensor)
+    writer.add(name, tensor)
+
+
+def _report(
+    job: QuantizeJob, layers: Sequence[LayerReport], *, seconds: float, resumed: int
+) -> QuantizeReport:
+    config, scheme = job.source.config, job.recipe.scheme
+    return QuantizeReport(
         scheme=scheme.label,
         method=job.recipe.method,
         ranges=job.recipe.ranges,
         notes=job.recipe.notes,
         calibration=None if job.data is None else job.data.record(),
         propagated=PROPAGATED,
-        seconds=time.perf_counter() - start,
-        resumed=before,
+        seconds=seconds,
+        resumed=resumed,
         bytes_before=job.weight_bytes(Dense()),
         bytes_after=job.weight_bytes(None),
         average_bits=average_bits(config, scheme, job.mix, job.storage.itemsize),
@@ -146,19 +160,15 @@ def _run(
         health=health.CHECKS,
         layers=tuple(layers),
     )
-    pages = {PAGE_NAME: html(result), MARKDOWN_NAME: markdown(result)}
-    files = {FILE_NAME: result.to_json(), **pages, **extra_files}
+
+
+def _reports(job: QuantizeJob, result: QuantizeReport) -> dict[str, str]:
+    """Files that go beside the weights."""
+    files = {FILE_NAME: result.to_json(), PAGE_NAME: html(result), MARKDOWN_NAME: markdown(result)}
     if job.kv_scales == "int8-head":
-        files[SIDECAR] = sidecar(
-            {i: {x: torch.tensor(of) for x, of in layer.kv_absmax.items()} for i, layer in enumerate(layers)}
-        )
-    sizes = {"num_bytes": result.bytes_after, "source_bytes": result.bytes_before}
-    writer.finish(
-        job.configuration(),
-        files,
-        lambda written: health.check_written(written, job.scheme_of_module, **sizes),
-    )
-    return result
+        maxima = [{x: torch.tensor(of) for x, of in layer.kv_absmax.items()} for layer in result.layers]
+        files[SIDECAR] = sidecar(dict(enumerate(maxima)))
+    return files
 
 
 def _batches(job: QuantizeJob, folder: Path) -> list[Batch]:
