@@ -159,11 +159,8 @@ def check_comparable(candidate: OpenModel, source: OpenModel) -> None:
 def judge(comparison: Comparison, *, progress: bool) -> GateResult:
     """Measures and decides; a candidate that reads the text as other tokens than its source fails at once."""
     candidate, source = comparison.candidate, comparison.source
-    profile = profile_named(comparison.profile)
+    profile, limits = profile_named(comparison.profile), _limits(comparison)
     tasks = [] if comparison.questions is None else comparison.questions.load()
-    kind = scheme_class(candidate.schemes().values())
-    other_text = comparison.text_file is not None
-    limits = limits_for(kind, source.num_parameters, profile, other_text=other_text)
     length = min(WINDOW, candidate.checkpoint.config.context_len, source.checkpoint.config.context_len)
     ours, windows = (
         text.first_tokens(_held_out(model.tokenizer, comparison.text_file, length), profile.num_tokens)
@@ -181,17 +178,12 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
         streams = Streams(comparison, limits, ids, tasks, store, progress)
         found = gather(streams.all, comparison.budget)
         floor = streams.noise_floor()
-    scored = sum(map(len, ids[: len(streams.text.scores)]))
-    in_all = sum(map(len, ids))
+    scores, wanted = streams.text.scores, profile.num_tokens
+    scored = sum(map(len, ids[: len(scores)]))
+    if comparison.budget is not None and sum(map(len, ids)) >= wanted:
+        wanted = scored  # a budget may end sooner what is decided already; what the text lacks it still lacks
     verdict, reasons = decide(
-        found.measures,
-        num_tokens=scored,
-        num_windows=len(streams.text.scores),
-        # a budget may end sooner what is decided already; what the text lacks it still lacks
-        wanted=scored
-        if comparison.budget is not None and in_all >= profile.num_tokens
-        else profile.num_tokens,
-        unsettled=found.open,
+        found.measures, num_tokens=scored, num_windows=len(scores), wanted=wanted, unsettled=found.open
     )
     failed = verdict is Verdict.FAIL and comparison.explain
     return GateResult(
@@ -204,15 +196,29 @@ def judge(comparison: Comparison, *, progress: bool) -> GateResult:
             "tasks": [result.to_dict() for result in streams.results()],
             "spent": [one._asdict() for one in found.spent],
         },
-        {
-            "regressions": regressions(streams.pairs),
-            "moved": moved(
-                ids, streams.text.scores, partial(source.tokenizer.decode, skip_special_tokens=False)
-            ),
-            "kl_quantiles": kl_quantiles(streams.text.scores),
-        },
+        _examples(streams, ids, source.tokenizer),
         find_offer(comparison, ids) if failed and candidate.checkpoint.is_quantized else None,
     )
+
+
+def _limits(comparison: Comparison) -> Limits:
+    """The limits of the candidate's class of schemes, for its source's size and the text that is read."""
+    return limits_for(
+        scheme_class(comparison.candidate.schemes().values()),
+        comparison.source.num_parameters,
+        profile_named(comparison.profile),
+        other_text=comparison.text_file is not None,
+    )
+
+
+def _examples(streams: Streams, ids: Sequence[Sequence[int]], tokenizer: Tokenizer) -> dict[str, Any]:
+    """What moved most, to look at."""
+    scores, spell = streams.text.scores, partial(tokenizer.decode, skip_special_tokens=False)
+    return {
+        "regressions": regressions(streams.pairs),
+        "moved": moved(ids, scores, spell),
+        "kl_quantiles": kl_quantiles(scores),
+    }
 
 
 def _held_out(tokenizer: Tokenizer, text_file: Path | None, length: int) -> Iterator[text.Window]:

@@ -101,19 +101,8 @@ class ModelConfig:
 
         names = family.experts
         num_layers = positive_int(raw, "num_hidden_layers")
-        num_heads = positive_int(raw, "num_attention_heads")
         hidden_size = positive_int(raw, "hidden_size")
-        head_dim = positive_int(raw, "head_dim") if raw.get("head_dim") else hidden_size // num_heads
-        num_kv_heads = (
-            positive_int(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
-        )
-        if num_heads % num_kv_heads:
-            raise CheckpointError(
-                f"config.json: num_attention_heads {num_heads} is not a multiple of "
-                f"num_key_value_heads {num_kv_heads}"
-            )
-        if not head_dim:
-            raise CheckpointError(f"config.json: hidden_size {hidden_size} for {num_heads} attention heads")
+        num_heads, num_kv_heads, head_dim = _heads(raw, hidden_size)
         attention_bias = bool(raw["attention_bias"]) and family.reads_attention_bias
         rope, local_rope = read_ropes(raw, head_dim, phi=architecture == "Phi3ForCausalLM")
         return cls(
@@ -168,6 +157,21 @@ def _architecture(raw: Mapping[str, Any]) -> str:
         f"qinfer does not run {found}; it runs {', '.join(SUPPORTED_ARCHITECTURES)} "
         "(Llama 2/3, SmolLM2 and others of their shape are LlamaForCausalLM)"
     )
+
+
+def _heads(raw: Mapping[str, Any], hidden_size: int) -> tuple[int, int, int]:
+    """Heads, key heads and the width of each; CheckpointError where they do not fit together."""
+    num_heads = positive_int(raw, "num_attention_heads")
+    head_dim = positive_int(raw, "head_dim") if raw.get("head_dim") else hidden_size // num_heads
+    num_kv_heads = positive_int(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else num_heads
+    if num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"config.json: num_attention_heads {num_heads} is not a multiple of "
+            f"num_key_value_heads {num_kv_heads}"
+        )
+    if not head_dim:
+        raise CheckpointError(f"config.json: hidden_size {hidden_size} for {num_heads} attention heads")
+    return num_heads, num_kv_heads, head_dim
 
 
 def _refuse_unsupported(architecture: str, family: Family, raw: Mapping[str, Any]) -> None:

@@ -40,12 +40,13 @@ def product_rate(device: torch.device, dtype: torch.dtype, activations: Activati
     formats = {activations}
     if device.type == "cpu":  # where torch's 8-bit products may be slower than its wide ones
         formats.add(ActivationFormat.NONE)
-    elif activations is ActivationFormat.INT8_PER_TOKEN and torch.cuda.get_device_capability(device) >= (
-        8,
-        9,
-    ):
+    elif activations is ActivationFormat.INT8_PER_TOKEN and _multiplies_fp8(device):
         formats.add(ActivationFormat.FP8_PER_TOKEN)  # as fast in hardware; torch's int8 product is slower
     return 2 * size**3 / min(_fastest(_product(size, device, dtype, one), device) for one in formats)
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _product(

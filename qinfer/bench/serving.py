@@ -34,6 +34,10 @@ SCHEMA_VERSION = 1
 BACKENDS = {"openai": "/v1/completions", "vllm": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _LEAST_WARMUPS = 4
 _MOST_HITS = 0.01  # of prompt tokens that nobody repeats
+_WARM_CACHE = (
+    "%.0f %% of the prompts' tokens lay in the server's prefix cache, as after a run with the same prompts: "
+    "what is measured is faster for it; another --seed draws other prompts"
+)
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,7 @@ async def measure(
     grown = after.since(before)
     hits = hit_rate(grown)
     if hits is not None and hits > _MOST_HITS and not dataset.prefix_len:
-        logger.warning(
-            "%.0f %% of the prompts' tokens lay in the server's prefix cache, as after a run with the same "
-            "prompts: what is measured is faster for it; another --seed draws other prompts",
-            100 * hits,
-        )
+        logger.warning(_WARM_CACHE, 100 * hits)
     document = {
         "schema_version": SCHEMA_VERSION,
         "qinfer_version": __version__,

@@ -48,21 +48,11 @@ def run(model: str, setting: Throughput, llm_keywords: Mapping[str, Any]) -> dic
 def measure(bench: Bench, setting: Throughput) -> dict[str, Any]:
     """The document of a loaded model; raises UserError for a bad dataset."""
     llm, engine = bench.llm, bench.llm.engine
-    tokenizer = llm.tokenizer
     driver = Driver(engine, n=setting.n, temperature=setting.temperature, detokenize=setting.detokenize)
-    requests = setting.dataset.draw(llm.config.vocab_size, tokenizer)
+    requests = setting.dataset.draw(llm.config.vocab_size, llm.tokenizer)
     if setting.sort_by_length:
         requests.sort(key=_length)
-    warmups = replace(setting.dataset, num_prompts=setting.num_warmups)
-    start = time.perf_counter()
-    if setting.num_warmups:
-        short = [
-            request._replace(output_len=min(request.output_len, WARMUP_LEN))
-            for request in warmups.draw(llm.config.vocab_size, tokenizer, stream=1)
-        ]
-        driver.run(short)
-        engine.reset_prefix_cache()
-    warm_seconds = time.perf_counter() - start
+    warm_seconds = _warm_up(driver, bench, setting)
     measured = driver.run(requests, setting.scheduling, progress=True)
     seconds, output = measured.elapsed, measured.output_tokens
     total = measured.prompt_tokens + output
@@ -85,6 +75,17 @@ def measure(bench: Bench, setting: Throughput) -> dict[str, Any]:
         **roofline_keys(bench.roofline(measured.work), bench.machine, output, seconds),
         **step_keys(measured, engine.limits.max_num_seqs),
     }
+
+
+def _warm_up(driver: Driver, bench: Bench, setting: Throughput) -> float:
+    """Answers other requests of the same kind, shortly, and forgets their prefixes; seconds that it took."""
+    start, llm = time.perf_counter(), bench.llm
+    if setting.num_warmups:
+        warmups = replace(setting.dataset, num_prompts=setting.num_warmups)
+        drawn = warmups.draw(llm.config.vocab_size, llm.tokenizer, stream=1)
+        driver.run([one._replace(output_len=min(one.output_len, WARMUP_LEN)) for one in drawn])
+        llm.engine.reset_prefix_cache()
+    return time.perf_counter() - start
 
 
 def to_text(document: Mapping[str, Any]) -> str:

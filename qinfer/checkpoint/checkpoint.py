@@ -167,7 +167,21 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def check_modules(checkpoint: Checkpoint) -> None:
     """Refuses groups of linears with mixed schemes and names that leave us no weight to read."""
-    config, quantization = checkpoint.config, checkpoint.quantization
+    _check_groups(checkpoint)
+    _warn_of_strangers(checkpoint)
+    _refuse_quantized_head(checkpoint)
+    for name in checkpoint.names():
+        if name.endswith(".weight_g_idx"):
+            scheme = checkpoint.scheme(name.removesuffix(".weight_g_idx"))
+            if not isinstance(scheme, W4A16Ordered):
+                raise CheckpointError(
+                    f"{checkpoint.path} has {name}, but its quantization_config says nothing of an order "
+                    "(actorder: group)"
+                )
+
+
+def _check_groups(checkpoint: Checkpoint) -> None:
+    config = checkpoint.config
     for i in range(config.num_layers):
         prefix = names.layer_prefix(config, i)
         for group in names.layer_groups(config):
@@ -177,15 +191,24 @@ def check_modules(checkpoint: Checkpoint) -> None:
                 raise CheckpointError(
                     f"{checkpoint.path}: linears that run as one must have one scheme; {prefix}* has {said}"
                 )
+
+
+def _warn_of_strangers(checkpoint: Checkpoint) -> None:
+    """Names in the configuration that are of nothing."""
+    config = checkpoint.config
     known = [*names.all_modules(config), "lm_head"]
     if config.num_experts:
         known += [names.layer_prefix(config, i) + names.router(config) for i in range(config.num_layers)]
-    for entry in quantization.unmatched(known):
+    for entry in checkpoint.quantization.unmatched(known):
         warnings.warn(
             f"{checkpoint.path}: {entry!r} in quantization_config matches no linear of the model",
-            stacklevel=3,
+            stacklevel=4,
         )
-    if not config.tie_word_embeddings and not isinstance(checkpoint.scheme("lm_head"), Dense):
+
+
+def _refuse_quantized_head(checkpoint: Checkpoint) -> None:
+    tied = checkpoint.config.tie_word_embeddings
+    if not tied and not isinstance(checkpoint.scheme("lm_head"), Dense):
         raise UnsupportedModelError(
             f"{checkpoint.path} has a quantized lm_head, which is not supported; put it into `ignore`"
         )
@@ -193,14 +216,6 @@ def check_modules(checkpoint: Checkpoint) -> None:
         raise UnsupportedModelError(
             f"{checkpoint.path} has a quantized lm_head ({packed[0]}), which is not supported"
         )
-    for name in checkpoint.names():
-        if name.endswith(".weight_g_idx"):
-            scheme = checkpoint.scheme(name.removesuffix(".weight_g_idx"))
-            if not isinstance(scheme, W4A16Ordered):
-                raise CheckpointError(
-                    f"{checkpoint.path} has {name}, but its quantization_config says nothing of an order "
-                    "(actorder: group)"
-                )
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
