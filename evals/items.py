@@ -4,16 +4,12 @@ Statistics, report and certificate read these records and nothing else of a task
 lm-eval nor an engine. Two models are compared question by question: `pair` matches the records of a source
 and a candidate and refuses to match what is not the same question. Whether both were *shown* the same is
 another matter: a chat template belongs to the model, and a damaged one shows in `prompt`.
-
-A file of records is JSON Lines, one record a line, so that a run that stopped can go on where it was.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 from qinfer.errors import UserError
@@ -91,21 +87,3 @@ def pair(reference: Iterable[Item], candidate: Iterable[Item]) -> list[tuple[Ite
                 "tasks",
             )
     return [(item, theirs[item.key]) for item in ours]
-
-
-def write_items(path: Path, items: Sequence[Item]) -> None:
-    """Appends the records to a file of JSON Lines."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(item.to_dict(), ensure_ascii=False) + "\n" for item in items)
-
-
-def read_items(path: Path) -> list[Item]:
-    """The records of a file; a last line that was cut off when its writer was stopped is not one of them.
-
-    Raises UserError when a whole line is no record.
-    """
-    lines = path.read_text(encoding="utf-8").split("\n")
-    try:
-        return [Item.from_dict(json.loads(line)) for line in lines[:-1]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} holds no records of answered questions: {error}", "tasks") from None
