@@ -26,38 +26,30 @@ from torch import Tensor
 from qinfer import backend
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import layer_groups, layer_prefix
+from qinfer.checkpoint.rounded import RoundedCheckpoint
 from qinfer.engine.engine import Engine
 from qinfer.engine.options import EngineOptions
 from qinfer.evals.perplexity import likelihoods, token_perplexity
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
-from qinfer.quant import SCHEMES, W4A16, Dense, Scheme, W8A8Fp8Static, scheme_by_name
+from qinfer.quant import SCHEMES, W4A16, Scheme, W8A8Fp8Static, scheme_by_name
 
 WINDOW = 1024
 LIMIT = 0.005
 
 
-class Rounded(Checkpoint):
-    """A checkpoint in its own dtype that answers as if its linears had been rounded to a scheme.
-
-    `ranges`: the largest input of each linear, for a scheme with static scales.
-    """
+class Rounded(RoundedCheckpoint):
+    """A rounded checkpoint whose static scales hold `ranges`, the largest input of each linear."""
 
     def __init__(self, source: Checkpoint, scheme: Scheme, ranges: Mapping[str, float]) -> None:
-        super().__init__(source.path, source.raw_config, source.config, source.quantization, source._headers)
-        self._scheme = scheme
+        super().__init__(source, scheme)
         self._ranges = ranges
 
-    def scheme(self, module: str) -> Scheme:
-        return self._scheme
-
     def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
-        weight = self.tensor(f"{module}.weight", device)
-        if isinstance(self._scheme, Dense):
-            return {"weight": weight}
-        tensors = self._scheme.quantize(weight.float(), dtype=weight.dtype)
-        static = isinstance(self._scheme, W8A8Fp8Static)
-        return self._scheme.with_input_range(tensors, self._ranges[module]) if static else tensors
+        """The linear's tensors, made now on `device`."""
+        tensors, scheme = super().module(module, device), self.scheme(module)
+        static = isinstance(scheme, W8A8Fp8Static)
+        return scheme.with_input_range(tensors, self._ranges[module]) if static else tensors
 
 
 @torch.inference_mode()
