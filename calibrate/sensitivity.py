@@ -135,7 +135,8 @@ class _Trial:
                 hidden = layer(hidden, self.rope, self.attend)
             logits = self._head(hidden).log_softmax(-1)
             labels = _drawn(logits.detach(), seed)
-            logits.gather(1, labels.unsqueeze(1)).sum().backward()  # type: ignore[no-untyped-call]
+            chosen = logits.gather(1, labels.unsqueeze(1)).sum()
+            chosen.backward()  # type: ignore[no-untyped-call]  # untyped in torch
         for index in range(self.config.num_layers):
             inputs = {g.name: watched[index, g.name].x.to(self.rounds_on) for g in layer_groups(self.config)}
             with torch.inference_mode():

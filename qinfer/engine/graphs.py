@@ -137,7 +137,7 @@ def _no_collection() -> Iterator[None]:
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: cuBLAS keeps a workspace for every stream that it ever saw."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
 class Held(NamedTuple):

@@ -69,7 +69,7 @@ class Aside:
     def __init__(self, device: torch.device) -> None:
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def give_back(self) -> None:
         """Returns the memory in which things were made to the device."""

@@ -86,7 +86,8 @@ def _few_pages(*args: Any) -> backend.Rehearsal:
 
     def part() -> KVPages:
         k, v, k_scales, v_scales = (None if x is None else _picked(x, touched) for x in pages[:4])
-        assert k is not None and v is not None  # noqa: PT018
+        assert k is not None
+        assert v is not None
         return KVPages(k, v, k_scales, v_scales, pages.k_scale, pages.v_scale)
 
     copy = part()
