@@ -20,7 +20,6 @@ from qinfer.calibrate.gram import Inputs
 from qinfer.calibrate.grid import Grid
 from qinfer.calibrate.ranges import (
     ErrorOf,
-    Ranges,
     full_ranges,
     input_weighted_error,
     output_error,
@@ -28,7 +27,8 @@ from qinfer.calibrate.ranges import (
     weight_error,
 )
 from qinfer.errors import CheckpointError
-from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, quantize_named
+from qinfer.quant import W4A16, Dense, Ranges, Scheme, W8A8Fp8Block, W8A8Fp8Static, quantize_named
+from qinfer.quant.w8a8_fp8_block import BLOCK
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def group_width(scheme: Scheme, in_features: int) -> int:
     """How many columns of a row share a scale."""
     if isinstance(scheme, W4A16):
         return scheme.group_size
-    return 128 if isinstance(scheme, W8A8Fp8Block) else in_features
+    return BLOCK if isinstance(scheme, W8A8Fp8Block) else in_features
 
 
 def _ranges(weight: Tensor, inputs: Inputs | None, how: HowToRound) -> tuple[Ranges, float | None]:
@@ -163,8 +163,8 @@ def _rows_of_grid(how: HowToRound, ranges: Ranges, rows: int) -> Grid:
     """The grid of every row, also where rows share one."""
     if isinstance(how.scheme, W8A8Fp8Block):
         high = torch.maximum(ranges[0].abs(), ranges[1].abs())
-        blocks = functional.pad(high, (0, 0, 0, -rows % 128)).view(-1, 128, high.shape[1]).amax(1)
-        high = blocks.repeat_interleave(128, 0)[:rows]
+        blocks = functional.pad(high, (0, 0, 0, -rows % BLOCK)).view(-1, BLOCK, high.shape[1]).amax(1)
+        high = blocks.repeat_interleave(BLOCK, 0)[:rows]
         ranges = -high, high
     grid = Grid.of(how.scheme, ranges, how.storage)
     return grid.map(lambda x: x.expand(rows, -1))

@@ -67,9 +67,7 @@ def check_linear(
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raises CheckpointError where a floating-point tensor holds NaN or infinity."""
-    if (
-        tensor.dtype is torch.float8_e4m3fn
-    ):  # has no infinity, and two codes for NaN; to widen it takes longer
+    if tensor.dtype is torch.float8_e4m3fn:  # no infinity, and two codes for NaN; to widen it takes longer
         finite = bool(((tensor.view(torch.uint8) & _FP8_NAN) != _FP8_NAN).all())
         if not finite:
             raise CheckpointError(f"{name} holds NaN or infinity")

@@ -22,7 +22,7 @@ from qinfer.calibrate.sensitivity import Unit
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.names import all_modules, layer_groups, layer_prefix, unquantized
-from qinfer.dtypes import name_of
+from qinfer.dtypes import DTYPES, name_of
 from qinfer.quant import Scheme
 
 
@@ -46,9 +46,7 @@ class QuantizeJob:
     @property
     def storage(self) -> torch.dtype:
         """The checkpoint's dtype, in which scales are stored."""
-        dtype = getattr(torch, self.source.config.dtype)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        return DTYPES[self.source.config.dtype]
 
     @property
     def activations(self) -> torch.dtype:

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from qinfer.calibrate.grid import Grid
+from qinfer.quant import Ranges
 
 RANGES = ("absmax", "mse", "imatrix", "output")
-Ranges = tuple[Tensor, Tensor]  # (low, high), each [N, groups]
 GridOf = Callable[[Ranges], Grid]
 ErrorOf = Callable[[Tensor], Tensor]  # weight errors [groups, n, g], to be used up -> their cost [groups, n]
 

@@ -27,6 +27,7 @@ from qinfer.quant import (
     scheme_by_name,
     settle_group_size,
 )
+from qinfer.quant.w8a8_fp8_block import BLOCK
 
 METHODS = ("rtn", "smoothquant", "awq", "gptq", "smoothquant+gptq", "awq+gptq")
 PRESETS: Mapping[str, tuple[str, str]] = {
@@ -134,14 +135,14 @@ def _check_ranges(scheme: Scheme, ranges: str) -> None:
 
 
 def _block_notes(config: ModelConfig, scheme: Scheme) -> tuple[str, ...]:
-    """What other readers will not do with blocks of 128 that the model's widths do not fill."""
+    """What other readers will not do with blocks that the model's widths do not fill."""
     shapes = {module: linear_shape(config, module) for module in layer_modules(config)}
-    ragged = [module for module, shape in shapes.items() if shape[0] % 128 or shape[1] % 128]
+    ragged = [module for module, shape in shapes.items() if shape[0] % BLOCK or shape[1] % BLOCK]
     if not isinstance(scheme, W8A8Fp8Block) or not ragged:
         return ()
     return (
-        f"blocks of 128 do not divide the shapes of {', '.join(ragged)}: qinfer runs this on a CPU, but vLLM "
-        "and transformers do not load it; w8a8-fp8 fits every width",
+        f"blocks of {BLOCK} do not divide the shapes of {', '.join(ragged)}: qinfer runs this on a CPU, but "
+        "vLLM and transformers do not load it; w8a8-fp8 fits every width",
     )
 
 

@@ -21,9 +21,8 @@ class LayerReport:
     input_absmax: dict[str, float] = field(default_factory=dict)  # by group
     outliers: dict[str, float] = field(default_factory=dict)  # by group: largest channel over the median's
     scales: list[dict[str, Any]] = field(default_factory=list)  # mapping, setting, loss, unscaled_loss
-    clipping: dict[str, float] = field(
-        default_factory=dict
-    )  # by module: error of searched ranges as a share of the full ranges'
+    # by module: error of searched ranges as a share of the full ranges'
+    clipping: dict[str, float] = field(default_factory=dict)
     clipped: dict[str, float] = field(default_factory=dict)  # by module: share of weights beyond their range
     input_clipped: dict[str, float] = field(default_factory=dict)  # by group: inputs beyond a static range
     range_used: dict[str, float] = field(default_factory=dict)  # by group: what 0.9999 of inputs need of it

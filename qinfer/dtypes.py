@@ -2,6 +2,7 @@
 
 import torch
 
+# what activations may be, as `dtype` names it
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -9,7 +10,6 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-"""What activations may be, as `dtype` names it."""
 
 
 def name_of(dtype: torch.dtype) -> str:

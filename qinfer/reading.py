@@ -24,7 +24,7 @@ from qinfer import env
 from qinfer.backend import model_device
 from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.names import all_modules
-from qinfer.dtypes import name_of
+from qinfer.dtypes import DTYPES, name_of
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import scales_in
 from qinfer.engine.options import EngineOptions
@@ -38,9 +38,9 @@ from qinfer.evals.store import Store, code_digest, key_of
 from qinfer.hub import resolve
 from qinfer.model.decoder import Decoder, load_decoder, load_ends
 from qinfer.model.head import check_lm_head_dtype
+from qinfer.source import check_dtype
 from qinfer.tokenizer import Tokenizer
 
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 _T = TypeVar("_T")
 
 
@@ -82,13 +82,12 @@ class Serving:
     ) -> Serving:
         """Resolves "auto" as serving would; raises UserError for an unknown name."""
         check_lm_head_dtype(lm_head_dtype)
-        if dtype not in _DTYPES:
-            raise UserError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}", "dtype")
-        name = checkpoint.config.dtype if dtype == "auto" else dtype
+        check_dtype(dtype)
+        settled = DTYPES[checkpoint.config.dtype if dtype == "auto" else dtype]
         kv = resolve_kv_cache_dtype(kv_cache_dtype, checkpoint.path)
         if kv_cache_dtype == "auto" and kv != "fp8":  # fp8 where the checkpoint asks for it
-            kv = name
-        return cls(getattr(torch, name), kv, lm_head_dtype)
+            kv = name_of(settled)
+        return cls(settled, kv, lm_head_dtype)
 
     def to_dict(self) -> dict[str, str]:
         """JSON-ready."""

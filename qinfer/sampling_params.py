@@ -146,8 +146,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def _refuse_absent(self) -> None:
-        absent = (*("extra_args", "truncate_prompt_tokens", "logits_processors"),)
-        for name in absent:
+        for name in ("extra_args", "truncate_prompt_tokens", "logits_processors"):
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"qinfer does not have SamplingParams({name}=...)")
         if self.flat_logprobs:
@@ -252,6 +251,3 @@ class SamplingParams:
         elif self.temperature < MIN_TEMPERATURE:
             logger.warning("temperature %g is raised to %g", self.temperature, MIN_TEMPERATURE)
             self.temperature = MIN_TEMPERATURE
-
-
-FIELD_NAMES: frozenset[str] = frozenset(field.name for field in fields(SamplingParams))

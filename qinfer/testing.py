@@ -21,7 +21,9 @@ from tokenizers.models import BPE
 from torch import Tensor
 
 from qinfer.checkpoint.names import global_tensors, layer_tensors
+from qinfer.checkpoint.spelling import byte_letters
 from qinfer.config import ModelConfig
+from qinfer.dtypes import DTYPES
 from qinfer.engine.plan import StepPlan
 from qinfer.engine.runner import Arriving, StepOutput, TokenIds
 from qinfer.engine.sampler import Draw, choose
@@ -158,7 +160,7 @@ def tiny_model(
     """
     raw = tiny_config(family, dtype=dtype, **changes)
     directory.mkdir(parents=True, exist_ok=True)
-    _write_tensors(directory, _random_tensors(raw, seed, getattr(torch, dtype)), shards)
+    _write_tensors(directory, _random_tensors(raw, seed, DTYPES[dtype]), shards)
     generation = {"bos_token_id": raw["bos_token_id"], "eos_token_id": [258, 256], "pad_token_id": 256}
     vocab_size = raw.get("text_config", raw)["vocab_size"]
     _byte_level_tokenizer(vocab_size).save(str(directory / "tokenizer.json"))
@@ -234,8 +236,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], shards: int) -> 
 
 def _byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     """256 bytes, three special tokens, then merges of two letters until the vocabulary is full."""
-    byte_of = _byte_alphabet()
-    vocab = {letter: i for i, letter in enumerate(byte_of)}
+    vocab = {letter: i for i, letter in enumerate(byte_letters())}
     letters = "etaoinshrdlucmfwypvbgkqjxz"
     pairs = [(a, b) for a in letters for b in letters][: max(0, vocab_size - 256 - len(_SPECIAL))]
     for i, (a, b) in enumerate(pairs):
@@ -246,13 +247,6 @@ def _byte_level_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL))
     return tokenizer
-
-
-def _byte_alphabet() -> list[str]:
-    """GPT-2's letter for every byte: printable ones stand for themselves, the others move past 255."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
 Script = Sequence[int] | Callable[[list[int]], Sequence[int]]

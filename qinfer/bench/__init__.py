@@ -1,1 +1,1 @@
-"""What `qinfer plan` computes."""
+"""What `qinfer bench` measures and `qinfer plan` computes."""

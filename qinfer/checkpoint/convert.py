@@ -22,6 +22,7 @@ from qinfer.checkpoint import awq, compressed_tensors, gptq, names
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.declaration import METHOD
 from qinfer.checkpoint.writer import CheckpointWriter
+from qinfer.dtypes import DTYPES
 from qinfer.errors import UserError
 from qinfer.quant import Dense, Scheme
 
@@ -133,8 +134,7 @@ def _write(
         left -= {f"{module}.{suffix}" for suffix in source.module_specs(module)}
         tensors = source.module(module)
         if scheme == Dense():
-            dtype = getattr(torch, source.config.dtype)
-            tensors = {"weight": tensors["weight"].to(dtype)}
+            tensors = {"weight": tensors["weight"].to(DTYPES[source.config.dtype])}
             done.dense_linears += 1
         else:
             done.linears += 1

@@ -30,6 +30,7 @@ from qinfer.checkpoint.compressed_tensors import (
 from qinfer.checkpoint.declaration import find_quantization_config
 from qinfer.checkpoint.files import read_json
 from qinfer.config import ModelConfig
+from qinfer.dtypes import DTYPES
 from qinfer.quant import W4A16, Dense, Scheme, W8A8Fp8Block, W8A8Fp8Static, scheme_by_name, settle_group_size
 from qinfer.quant.w8a8_fp8_block import BLOCK
 
@@ -46,7 +47,7 @@ class DummyCheckpoint(Checkpoint):
         config = ModelConfig.from_dict(raw_config)
         super().__init__(path, raw_config, config, quantization, {})
         self._specs = required_tensors(config, quantization)
-        self._dtype: torch.dtype = getattr(torch, config.dtype)
+        self._dtype = DTYPES[config.dtype]
         self._seed = seed
 
     def names(self) -> frozenset[str]:

@@ -24,10 +24,10 @@ from torch import Tensor
 from qinfer.checkpoint.stored import Folder, Stored
 from qinfer.errors import UnsupportedModelError
 from qinfer.quant import Dense, Scheme, TensorSpec, W8A8Fp8, W8A8Fp8Block, W8A8Fp8Static
+from qinfer.quant.w8a8_fp8_block import BLOCK
 
 METHOD = "fp8"
 FBGEMM = "fbgemm_fp8"
-BLOCK = 128
 Granularity = Literal["tensor", "channel", "block"]
 _EXPONENTS = {"U8": torch.uint8, "F8_E8M0": torch.float8_e8m0fnu}
 

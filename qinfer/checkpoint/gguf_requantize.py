@@ -31,6 +31,7 @@ from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.checkpoint.gguf_convert import open_gguf, original_values, place
 from qinfer.checkpoint.writer import CheckpointWriter
+from qinfer.dtypes import DTYPES
 from qinfer.errors import UserError
 from qinfer.quant import W4A16, Dense, Ranges, Scheme, W8A16Int8, quantize_named
 
@@ -117,7 +118,7 @@ class _Linears:
         counts: Counter[str] = Counter()
         lost: dict[str, float] = defaultdict(float)
         size: dict[str, float] = defaultdict(float)
-        dtype = getattr(torch, self._source.config.dtype)
+        dtype = DTYPES[self._source.config.dtype]
         for module, scheme in schemes.items():
             weight, name = self._weight(module), f"{module}.weight"
             ranges = self._block_ranges(module) if isinstance(scheme, W4A16) else None

@@ -24,7 +24,6 @@ from qinfer.errors import UnsupportedModelError
 from qinfer.quant import Dense
 
 METHOD = "modelopt"
-MIXED = "MIXED_PRECISION"
 # granularity of the weight's scale, and whether activations have a static one
 _ALGORITHMS: dict[str, tuple[Granularity, bool]] = {
     "FP8": ("tensor", True),

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import all_modules
+from qinfer.dtypes import DTYPES
 from qinfer.quant import Dense, Scheme, quantize_named
 
 
@@ -28,5 +29,5 @@ class RoundedCheckpoint(Checkpoint):
     def module(self, module: str, device: torch.device = CPU) -> dict[str, Tensor]:
         """The linear's tensors, made now on `device`."""
         name = f"{module}.weight"
-        dtype = getattr(torch, self.config.dtype)
-        return quantize_named(self._scheme, name, self.tensor(name, device).float(), dtype=dtype)
+        weight = self.tensor(name, device).float()
+        return quantize_named(self._scheme, name, weight, dtype=DTYPES[self.config.dtype])

@@ -19,9 +19,8 @@ from qinfer.checkpoint.spelling import byte_letters
 
 _COMPOSED = 4  # code points of the longest canonical decomposition
 _COMPOSING = frozenset({"NFC", "NFKC"})
-_KEEPING = frozenset(
-    {"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"}
-)  # normalizers: never fewer characters
+# normalizers that never make characters fewer
+_KEEPING = frozenset({"NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel"})
 _SPLITTING = frozenset(
     {"ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "UnicodeScripts", "FixedLength"}
 )

@@ -41,7 +41,6 @@ _CHECKPOINT_FILES = (
     "*.md",
     "*.html",
     "*.tiktoken",
-    "qinfer_*.html",
     "additional_chat_templates",
 )
 

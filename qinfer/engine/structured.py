@@ -47,10 +47,8 @@ class Constraint:
     """One sequence's place in its grammar."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self.matcher, self.vocab_size = (
-            matcher,
-            vocab_size,
-        )  # the grammar's vocabulary, not less than the model's
+        self.matcher = matcher
+        self.vocab_size = vocab_size  # of the grammar, not less than the model's
         self._num_taken = 0
 
     def follow(self, token_ids: AnySequence[int], num_prompt: int) -> None:

@@ -19,6 +19,7 @@ from qinfer import ops
 from qinfer.checkpoint.checkpoint import CPU, Checkpoint
 from qinfer.checkpoint.names import global_tensors
 from qinfer.config import ModelConfig
+from qinfer.dtypes import DTYPES
 from qinfer.model.head import make_head
 from qinfer.model.layer import Layer, load_layer
 from qinfer.model.linear import Linear
@@ -125,8 +126,7 @@ def load_decoder(
     is not one of head.LM_HEAD_DTYPES.
     """
     config = checkpoint.config
-    dtype = dtype or getattr(torch, config.dtype)
-    assert isinstance(dtype, torch.dtype)
+    dtype = dtype or DTYPES[config.dtype]
     aside = Aside(device)
     embedding, norm, head = aside(partial(_ends, checkpoint, device, dtype, lm_head_dtype))
     aside.give_back()  # the ends are by far the largest

@@ -20,7 +20,7 @@ from qinfer.errors import CheckpointError
 
 FP8_MAX = 448.0  # of torch.float8_e4m3fn
 
-Ranges = tuple[Tensor, Tensor]
+Ranges = tuple[Tensor, Tensor]  # (low, high), each [N, groups]
 
 
 def finite_float32(weight: Tensor) -> Tensor:

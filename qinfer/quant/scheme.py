@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from qinfer.ops import Activations, Product
+from qinfer.quant.rounding import Ranges
 
 
 class ActivationFormat(Enum):
@@ -51,7 +52,7 @@ class Scheme(Protocol):
         ...
 
     def quantize(
-        self, weight: Tensor, ranges: tuple[Tensor, Tensor] | None = None, *, dtype: torch.dtype
+        self, weight: Tensor, ranges: Ranges | None = None, *, dtype: torch.dtype
     ) -> dict[str, Tensor]:
         """File tensors of `weight` [N, K]; scales are rounded to `dtype`, the model's, before they are used.
 
