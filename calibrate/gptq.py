@@ -87,17 +87,16 @@ def _in_turn(wanted: Tensor, before: Tensor, couplings: Tensor, grids: list[Grid
     Row k [N] of what is returned is the value of grids[k] that is nearest to `wanted`_k + sum over j > k of
     (`before`_j - returned_j) `couplings`_jk, for tensors [K, N] and couplings [K, K].
     """
-    rounded: list[Tensor] = []
-    moves = torch.zeros_like(wanted)
+    rounded, moves = torch.empty_like(wanted), torch.zeros_like(wanted)
     for stop in range(len(wanted), 0, -_BLOCK):
         start = max(0, stop - _BLOCK)
         block = torch.addmm(wanted[start:stop], couplings[stop:, start:stop].T, moves[stop:])
         within = couplings[start:stop, start:stop].T.contiguous().unbind(0)  # a vector with gaps takes thrice
         known, rows = moves[start:stop].T, block.unbind(0)
         for k in range(stop - 1, start - 1, -1):
-            rounded.append(grids[k].nearest(rows[k - start].addmv_(known, within[k - start])))
-            torch.sub(before[k], rounded[-1], out=moves[k])
-    return torch.stack(rounded[::-1])
+            rounded[k] = nearest = grids[k].nearest(rows[k - start].addmv_(known, within[k - start]))
+            torch.sub(before[k], nearest, out=moves[k])
+    return rounded
 
 
 def _factor(ordered: Tensor) -> tuple[Tensor | None, str]:
