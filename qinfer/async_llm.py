@@ -15,6 +15,7 @@ from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qinfer import engine_questions as questions
 from qinfer.audience import Audience, Observer
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_process import EngineProcess
@@ -111,6 +112,11 @@ class AsyncLLM:
         return self.card.vocab_size
 
     @property
+    def pid(self) -> int:
+        """The process that the engine runs in."""
+        return self._seat.pid
+
+    @property
     def stats(self) -> EngineStats:
         """The engine's counts after its latest step."""
         return self._audience.stats
@@ -149,7 +155,7 @@ class AsyncLLM:
 
     def compile(self, form: StructuredOutputsParams) -> None:
         """Gets a grammar ready, on any thread, in up to a second; UserError where it is none."""
-        self._seat.aside(partial(_compile, form))
+        self._seat.aside(partial(questions.compile_form, form))
 
     def observe(self, observer: Observer) -> None:
         """Tells `observer` of every request from now on."""
@@ -161,7 +167,7 @@ class AsyncLLM:
         Where the engine is in another process, the question and its answer must be such as can be pickled.
         Raises UserError as the question does, and EngineDeadError.
         """
-        return await self._ask(partial(_of_the_engine, question))
+        return await self._ask(partial(questions.of_the_engine, question))
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
@@ -169,19 +175,19 @@ class AsyncLLM:
 
     async def start_profile(self, prefix: str | None = None) -> None:
         """Records what the engine's thread does; UserError where it does already or has nowhere to."""
-        await self._ask(partial(_start_trace, prefix))
+        await self._ask(partial(questions.start_trace, prefix))
 
     async def stop_profile(self) -> Path:
         """Ends the recording and returns its file; UserError where there is none."""
-        return await self._ask(_stop_trace)
+        return await self._ask(questions.stop_trace)
 
     async def pause_generation(self) -> None:
         """Stops after the step that runs; requests wait until `resume_generation`."""
-        await self._ask(partial(_pause, True))
+        await self._ask(partial(questions.pause, True))
 
     async def resume_generation(self) -> None:
         """Goes on where `pause_generation` stopped."""
-        await self._ask(partial(_pause, False))
+        await self._ask(partial(questions.pause, False))
 
     async def wait_for_requests_to_drain(self, timeout: float = 300.0) -> None:
         """Returns when no request runs or waits; TimeoutError after `timeout` seconds."""
@@ -191,7 +197,7 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Logs throughput and occupancy since the last such line, which busy engines write by themselves."""
-        await self._ask(EngineThread.log_stats)
+        await self._ask(questions.log_stats)
 
     async def generate(
         self,
@@ -219,7 +225,7 @@ class AsyncLLM:
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self.compile, params.structured_outputs)
         if params.bad_words:  # as above: it spells them, and the engine finds them spelled
-            await asyncio.to_thread(self._seat.aside, partial(_spell_bad_words, params))
+            await asyncio.to_thread(self._seat.aside, partial(questions.spell_bad_words, params))
         ask = Ask(request_id, token_ids, params, text, priority, cache_salt, pooling)
         request = LiveRequest(ask, Mailbox(), partial(self._intake.leave, params.n, len(token_ids)), whole)
         self._hand_over(request)
@@ -296,30 +302,3 @@ class AsyncLLM:
     def _rejected(self, reason: str) -> None:
         for observer in self._audience.observers:
             observer.reject(reason)
-
-
-# what is asked of an engine's thread: functions of a module, which another process finds by name
-
-
-def _of_the_engine(question: Callable[[Engine], T], thread: EngineThread) -> T:
-    return question(thread.engine)
-
-
-def _pause(paused: bool, thread: EngineThread) -> None:
-    thread.paused = paused
-
-
-def _start_trace(prefix: str | None, thread: EngineThread) -> None:
-    thread.trace.start(prefix)
-
-
-def _stop_trace(thread: EngineThread) -> Path:
-    return thread.trace.stop()
-
-
-def _compile(form: StructuredOutputsParams, engine: Engine) -> None:
-    engine.grammars.compile(form)
-
-
-def _spell_bad_words(params: SamplingParams, engine: Engine) -> None:
-    engine.bad_words.of(params)

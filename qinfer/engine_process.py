@@ -80,6 +80,12 @@ class EngineProcess:
 
     # ---- as an EngineThread
 
+    @property
+    def pid(self) -> int:
+        """The child."""
+        assert self._process.pid is not None, "it was started"
+        return self._process.pid
+
     def put(self, ask: Ask) -> None:
         """Hands a request over."""
         self._joiners[ask.number] = Joiner(ask)

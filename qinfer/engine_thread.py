@@ -11,6 +11,7 @@ to say so; `stop` ends all requests with EngineStoppedError and then the thread.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -69,6 +70,11 @@ class EngineThread:
         self._thread.start()
 
     # ---- for everyone
+
+    @property
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
 
     def put(self, ask: Ask) -> None:
         """Hands a request over."""

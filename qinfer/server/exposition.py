@@ -169,10 +169,11 @@ def _family(
 
 
 def make_registry(state: ServerState, metrics: ServerMetrics, http: HttpMetrics) -> CollectorRegistry:
-    """A registry with this server's families and those of the process."""
+    """A registry with this server's families and those of its process, and of the engine's."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(EngineCollector(state, metrics))
     registry.register(HttpCollector(http, like_vllm=state.options.metrics_compat == "vllm"))
     ProcessCollector(registry=registry)
+    ProcessCollector("qinfer_engine", pid=lambda: state.engine.pid, registry=registry)
     PlatformCollector(registry=registry)
     return registry

@@ -141,7 +141,10 @@ def test_vllm_names_are_valid_exposition(serve_scripted):
     assert answer.headers["content-type"].startswith("text/plain; version=")
     names = [family.name for family in text_string_to_metric_families(answer.text)]
     assert len(names) == len(set(names))
-    assert {"vllm:num_requests_running", "vllm:iteration_tokens_total", "process_cpu_seconds"} <= set(names)
+    engine = "qinfer_engine_process_cpu_seconds"  # of the process that the engine is in
+    assert {"vllm:num_requests_running", "vllm:iteration_tokens_total", "process_cpu_seconds", engine} <= {
+        *names
+    }
 
 
 def test_two_apps_share_no_numbers(serve_scripted):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
 from qinfer.errors import UserError
+from qinfer.llm import LLM
+from qinfer.sampling_params import SamplingParams
 from qinfer.server.waiting import LoadingAnswers, listen
 
 SERVE = """
@@ -46,6 +49,42 @@ def test_a_real_engine_serves_streams_and_ends_with_zero(model_dir, start):
     assert process.said == [f"tiny is served at {url}/v1 (dense weights: no verdict needed)\n"]
 
 
+def test_what_an_engine_elsewhere_answers_is_what_one_here_does(model_dir, start):
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
+    (expected,) = LLM(str(model_dir), num_kv_blocks=256).generate("Hello", params, use_tqdm=False)
+    process = start("-c", SERVE, str(model_dir))
+    with httpx.Client(base_url=process.url(), timeout=60) as client:
+
+        def ask(path: str = "completions", **more: Any) -> httpx.Response:
+            body = {"prompt": "Hello", "max_tokens": 12, "temperature": 0, "ignore_eos": True, **more}
+            return client.post(f"/v1/{path}", json=body)
+
+        (choice,) = ask(logprobs=2, return_token_ids=True).json()["choices"]
+        assert (choice["text"], choice["token_ids"]) == (
+            expected.outputs[0].text,
+            expected.outputs[0].token_ids,
+        )
+        found = choice["logprobs"]["token_logprobs"]
+        ids, logprobs = expected.outputs[0].token_ids, expected.outputs[0].logprobs
+        assert found == pytest.approx(
+            [one[t].logprob for t, one in zip(ids, logprobs, strict=True)], abs=1e-4
+        )
+        several = ask(n=3, temperature=1.0, seed=1).json()["choices"]
+        assert [one["finish_reason"] for one in several] == ["length"] * 3
+        form = {"regex": "(ab){3}"}
+        assert ask(structured_outputs=form, ignore_eos=False).json()["choices"][0]["text"] == "ababab"
+        refused = ask(structured_outputs={"regex": "("})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, 400)
+        assert "l" not in ask(bad_words=["l"], max_tokens=40).json()["choices"][0]["text"]
+        assert ask(bad_words=[""]).status_code == 400
+        (vector,) = client.post("/v1/embeddings", json={"input": "Hello"}).json()["data"]
+        assert sum(x * x for x in vector["embedding"]) == pytest.approx(1, abs=1e-4)
+        stats = client.get("/qinfer/stats").json()
+        assert stats["kv"]["pages"] is not None
+        assert (stats["requests"]["running"], stats["requests"]["waiting"]) == (0, 0)
+        assert stats["requests"]["finished"] == {"length": 5, "stop": 1, "abort": 0, "error": 0}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_h11_a_signal_ends_loading_at_once(start, number):
     process = start("-c", SERVE, "nowhere", "slowly")
@@ -53,6 +92,21 @@ def test_h11_a_signal_ends_loading_at_once(start, number):
     process.send(number)
     assert process.exit_code() == 0  # and not after the ten minutes that loading takes
     assert process.said == ["loading\n"]
+
+
+@pytest.mark.parametrize(
+    ("load", "code", "said"),
+    [
+        ("raise UserError('no such model', 'model')", 1, "qinfer.errors.UserError: no such model"),
+        ("raise ZeroDivisionError('a bug')", 1, "in load\n"),
+        ("os._exit(7)", 1, "RuntimeError: loading the model has ended its process (exit code 7)"),
+    ],
+)
+def test_what_loading_raises_is_raised(start, load, code, said):
+    imports = "import os\nfrom qinfer.errors import UserError\nfrom qinfer.server.run import serve\n"
+    process = start("-c", f"{imports}def load():\n    {load}\nserve(load, port=0)")
+    assert process.exit_code() == code
+    assert said in "".join(process.said)
 
 
 def test_a_taken_port_is_one_line_before_loading():
