@@ -8,6 +8,8 @@ padding reads no page and writes to page 0, which nobody has; what comes out of 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from qinfer.engine.plan import Shape, shapes
 from qinfer.engine.sampler import Draw
 
 _BY_TOKEN, _BY_SEQUENCE = 4, 8  # rows of numbers
+Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
 class StepBuffers:
@@ -66,8 +69,9 @@ class StepBuffers:
         count, width = len(arrays.lanes), arrays.width
         size = self._fixed + shape.num_seqs * width
         pinned = torch.empty(size, dtype=torch.int64, pin_memory=self._arriving.is_cuda)
-        self._write(pinned, arrays, draw)
-        table = pinned[self._fixed :].numpy().reshape(-1, width)
+        numbers: Ints = pinned.numpy()
+        self._write(numbers, arrays, draw)
+        table = numbers[self._fixed :].reshape(-1, width)
         table[:count] = self._tables.pages[arrays.lanes, :width]
         table[count:] = 0
         self._arriving[:size].copy_(pinned, non_blocking=True)
@@ -75,8 +79,8 @@ class StepBuffers:
         num_sampled = None if arrays.is_decode else len(arrays.sample_rows)
         return self.inputs(shape, num_sampled, drawn=draw is not None)
 
-    def _write(self, pinned: Tensor, arrays: StepArrays, draw: Draw | None) -> None:
-        by_token, by_sequence = (part.numpy() for part in self._parts(pinned))
+    def _write(self, numbers: Ints, arrays: StepArrays, draw: Draw | None) -> None:
+        by_token, by_sequence = self._parts(numbers)
         count = len(arrays.lanes)
         by_token[:] = by_sequence[:] = 0
         rows: tuple[Ints, ...] = arrays.token_ids, arrays.positions, arrays.slots, arrays.row_lanes
@@ -93,8 +97,8 @@ class StepBuffers:
         if draw is not None:
             by_sequence[3:, : draw.rows.shape[1]] = draw.rows.view(np.int64)
 
-    def _parts(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """The beginning of `numbers` as [4, tokens] and [8, sequences + 1]."""
+    def _parts(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Views of the beginning of `numbers` as [4, tokens] and [8, sequences + 1]."""
         middle = _BY_TOKEN * self._widths[0]
-        by_sequence = numbers[middle : self._fixed].view(_BY_SEQUENCE, -1)
-        return numbers[:middle].view(_BY_TOKEN, -1), by_sequence
+        by_sequence = numbers[middle : self._fixed].reshape(_BY_SEQUENCE, -1)
+        return numbers[:middle].reshape(_BY_TOKEN, -1), by_sequence
