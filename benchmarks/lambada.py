@@ -42,44 +42,45 @@ def main() -> None:
         if name not in ROWS:
             raise SystemExit(f"{name} is no row of calibration.py: {', '.join(ROWS)}")
         model = open_model(checkpoint)
-        found = _answers(source, model, task, store, options.limit)
+        sources, found = _answers(source, model, task, store, options.limit)
+        if document.setdefault("source", sources) != sources:
+            raise SystemExit(f"{options.out} has other answers of the source: name another file")
         by_name[name] = {"name": name, "method": ROWS[name][1], "schemes": sorted(model.schemes()), **found}
         origin = {"processor": env.cpu_name(), "torch": torch.__version__, "qinfer": qinfer.__version__}
         document = {**document, **origin, "rows": list(by_name.values())}
         options.out.write_text(json.dumps(document) + "\n")
     for row in by_name.values():
-        print(summary(row, by_name.get(RTN[ROWS[row["name"]][0]])))
+        print(summary(row, document["source"], by_name.get(RTN[ROWS[row["name"]][0]])))
 
 
 def _answers(
     source: OpenModel, model: OpenModel, task: Task, store: Store, limit: int | None
-) -> dict[str, Any]:
-    """Of both models: the log-likelihood of each question's right word, and whether it was the likeliest."""
+) -> list[dict[str, Any]]:
+    """Of each model: the log-likelihood of each question's right word, and whether it was the likeliest."""
     answerers = [
         Answerer(Reader(one, Serving.settle("auto", "auto", one.checkpoint), 1), store, progress=True)
         for one in (source, model)
     ]
     stream = TaskStream(answerers[0], answerers[1], [task], 1.0, limit=limit, seed=0)
     stream.extend(stream.size)
-    found: dict[str, Any] = {}
-    for i, who in enumerate(("source", "candidate")):
-        found[who] = {
+    return [
+        {
             "nats": [round(pair[i].logliks[0], 4) for pair in stream.pairs],
             "right": [int(bool(pair[i].correct)) for pair in stream.pairs],
         }
-    return found
+        for i in range(2)
+    ]
 
 
-def summary(row: dict[str, Any], rtn: dict[str, Any] | None) -> str:
+def summary(row: dict[str, Any], source: dict[str, Any], rtn: dict[str, Any] | None) -> str:
     """The row's line; `rtn` is that of its scheme."""
-    source, candidate = row["source"], row["candidate"]
-    lost, error, _ = paired(source["nats"], candidate["nats"])
-    line = f"{row['name']:<14}{100 * statistics.mean(candidate['right']):5.1f} % right"
-    line += f" (source {100 * statistics.mean(source['right']):.1f}), {flips(source, candidate)}"
+    lost, error, _ = paired(source["nats"], row["nats"])
+    line = f"{row['name']:<14}{100 * statistics.mean(row['right']):5.1f} % right"
+    line += f" (source {100 * statistics.mean(source['right']):.1f}), {flips(source, row)}"
     line += f", {lost:.4f} +- {error:.4f} nats lost"
-    if rtn is not None and rtn is not row and len(rtn["candidate"]["nats"]) == len(candidate["nats"]):
-        won, _, t = paired(candidate["nats"], rtn["candidate"]["nats"])
-        line += f"; beside rtn {won:+.4f} nats, t = {t:.1f}, {flips(rtn['candidate'], candidate)}"
+    if rtn is not None and rtn is not row:
+        won, _, t = paired(row["nats"], rtn["nats"])
+        line += f"; beside rtn {won:+.4f} nats, t = {t:.1f}, {flips(rtn, row)}"
     return line
 
 
