@@ -86,7 +86,7 @@ def quantiles(values: Sequence[Sequence[float]], title: str) -> str:
     for power in range(low, high + 1):
         y = place(0, 10.0**power)[1]
         parts.append(f'<line class="axis" x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}"/>')
-        parts.append(text(4, y + 4, f"{10.0**power:.0e}"))
+        parts.append(text(4, y + 4, f"{10.0**power:g}"))
     for share in (0, 0.25, 0.5, 0.75, 1):
         parts.append(text(place(share, 10.0**low)[0] - 10, base + 16, f"{share:.0%}"))
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
