@@ -14,6 +14,7 @@ import torch
 from qinfer.calibrate import mixed_run
 from qinfer.calibrate.devices import chosen_device, device_name, fast_dtype
 from qinfer.calibrate.journal import finished_layers
+from qinfer.calibrate.mixing import average_bits
 from qinfer.calibrate.needs import Work, disk, gpu_memory, memory, spills
 from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
 from qinfer.calibrate.prepare import TextSize, needs_text, settle_recipe
@@ -21,6 +22,7 @@ from qinfer.calibrate.selftext import GPU_SHARE
 from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.writer import partial_folder
+from qinfer.dtypes import DTYPES
 from qinfer.engine.footprint import format_size
 from qinfer.env import host_memory
 
@@ -47,7 +49,9 @@ class DryRun:
     disk: Mapping[str, int]
     disk_free: int
     source_bytes: int
-    finished: int  # layers that a stopped run of the same folder has left
+    finished: int  # layers that a stopped run into the same folder has left
+    budget: float | None = None  # bits per weight that the worst units may be raised to, on average
+    notes: tuple[str, ...] = ()  # what the recipe made of what was asked
     spills: bool = False  # hidden states wait on the disk
     whole: int = 0  # bytes of all weights, where the model writes text or its layers' damage is measured
     writes_text: bool = False
@@ -108,8 +112,11 @@ class DryRun:
 
     def _remarks(self) -> Iterator[str]:
         """What is to be known beside the numbers."""
+        yield from self.notes
+        if self.budget is not None:
+            yield f"the worst units are raised to 8 bits up to {self.budget:g} bits per weight on average"
         if self.finished:
-            yield f"{self.finished} layers are finished: the same command goes on behind them"
+            yield f"{self.finished} layers are finished: the command that began them goes on behind them"
         if self.spills:
             yield "hidden states wait on the disk: memory does not suffice for them"
         if self.peak > self.memory_free:
@@ -128,14 +135,21 @@ class DryRun:
 
 
 def plan(
-    source: Checkpoint, out: Path, settings: Settings, *, mixing: bool = False, overwrite: bool = False
+    source: Checkpoint,
+    out: Path,
+    settings: Settings,
+    *,
+    mixing: bool = False,
+    budget: float | None = None,
+    overwrite: bool = False,
 ) -> DryRun:
     """Plans a run from the shapes of `source`; measures for a moment how fast this machine is.
 
-    `mixing` says that sensitivities are measured. Raises UserError as the run itself would.
+    `mixing` says that sensitivities are measured, `budget` how many bits per weight the worst units may be
+    raised to on average. Raises UserError as the run itself would.
     """
     config = source.config
-    recipe = settle_recipe(source, settings, out, overwrite=overwrite)
+    recipe = settle_recipe(source, settings, out, budget=budget, overwrite=overwrite)
     size = TextSize.of(settings, config)
     tokens = size.num_samples * size.max_seq_len if needs_text(recipe, settings, mixing=mixing) else 0
     where = chosen_device(settings.device)
@@ -145,6 +159,10 @@ def plan(
     free, gpu_free = host_memory().available, _gpu_free(where)
     work = replace(work, on_disk=spills(work, free))
     finished = finished_layers(partial_folder(out))
+    on_disk = disk(work)
+    if budget is not None:
+        bits = average_bits(config, recipe.scheme, {}, DTYPES[config.dtype].itemsize)
+        on_disk["checkpoint"] += int((budget - bits) * config.num_layers * work.layer_weights / 8)
     needed = config.num_layers * effort(work).seconds(pace) + disk_seconds(work)
     before = mixed_run.measuring_seconds(config, tokens, pace) if mixing else 0.0
     writes_text = tokens > 0 and settings.calibration in (None, "self")
@@ -161,10 +179,12 @@ def plan(
         gpu_process=_GPU_PROCESS if work.on_gpu else 0,
         gpu_memory=gpu_memory(work),
         gpu_memory_free=gpu_free,
-        disk=disk(work),
+        disk=on_disk,
         disk_free=_free(out),
         source_bytes=source.num_bytes,
         finished=finished,
+        budget=budget,
+        notes=recipe.notes,
         spills=work.on_disk,
         whole=max(source.num_bytes if writes_text else 0, mixed_run.whole_bytes(config) if mixing else 0),
         writes_text=writes_text,

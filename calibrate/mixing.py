@@ -58,19 +58,24 @@ def ranked(config: ModelConfig, costs: Mapping[Unit, float], scheme: Scheme, ite
     return sorted(costs, key=lambda unit: (-costs[unit] / max(1, price[unit[1]]), unit))
 
 
-def within_budget(
-    config: ModelConfig, order: Iterable[Unit], scheme: Scheme, budget: float, item_bytes: int
-) -> dict[Unit, Scheme]:
-    """The units of `order` to raise, as many as the average of `budget` bits allows.
-
-    Raises UserError where the scheme itself takes more.
-    """
+def check_budget(config: ModelConfig, scheme: Scheme, budget: float, item_bytes: int) -> None:
+    """UserError where the scheme itself takes more than `budget` bits per weight."""
     least = average_bits(config, scheme, {}, item_bytes)
     if least > budget:
         raise UserError(
             f"a budget of {budget:g} bits per weight is below what {scheme.label} itself takes, {least:.2f}",
             "budget",
         )
+
+
+def within_budget(
+    config: ModelConfig, order: Iterable[Unit], scheme: Scheme, budget: float, item_bytes: int
+) -> dict[Unit, Scheme]:
+    """The units of `order` to raise, as many as the average of `budget` bits allows.
+
+    Raises as `check_budget`.
+    """
+    check_budget(config, scheme, budget, item_bytes)
     mix: dict[Unit, Scheme] = {}
     for unit in order:
         trial = {**mix, unit: cure_of(scheme)}

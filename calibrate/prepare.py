@@ -9,6 +9,7 @@ from typing import NamedTuple
 from qinfer.calibrate.data import CalibrationData, calibration_sequences
 from qinfer.calibrate.devices import chosen_device
 from qinfer.calibrate.job import QuantizeJob
+from qinfer.calibrate.mixing import check_budget
 from qinfer.calibrate.recipe import Recipe, settle
 from qinfer.calibrate.rotations import RotatedCheckpoint
 from qinfer.calibrate.selftext import Generate, engine_generate
@@ -16,6 +17,7 @@ from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.writer import check_out
 from qinfer.config import ModelConfig
+from qinfer.dtypes import DTYPES
 from qinfer.errors import UserError
 from qinfer.tokenizer import Tokenizer
 
@@ -40,11 +42,13 @@ class TextSize(NamedTuple):
         return cls(settings.num_samples or NUM_SAMPLES, asked or min(MAX_SEQ_LEN, context))
 
 
-def settle_recipe(source: Checkpoint, settings: Settings, out: Path, *, overwrite: bool) -> Recipe:
+def settle_recipe(
+    source: Checkpoint, settings: Settings, out: Path, *, budget: float | None = None, overwrite: bool = False
+) -> Recipe:
     """The recipe for this model, for a folder that may be written.
 
-    Raises UserError as `settle` does, for a source that is quantized already or has nothing to rotate, and an
-    `out` that holds something.
+    Raises UserError as `settle` and `check_budget` do, for a source that is quantized already or has nothing
+    to rotate, and an `out` that holds something.
     """
     if source.is_quantized:
         raise UserError(f"{source.path} is quantized already: give the original model", "model")
@@ -56,6 +60,8 @@ def settle_recipe(source: Checkpoint, settings: Settings, out: Path, *, overwrit
         symmetric=settings.symmetric,
         ranges=settings.ranges,
     )
+    if budget is not None:
+        check_budget(source.config, recipe.scheme, budget, DTYPES[source.config.dtype].itemsize)
     if settings.rotate and source.config.num_experts:
         raise UserError("rotations are not for mixtures of experts: leave out --rotate", "rotate")
     check_out(source, out, overwrite=overwrite)  # refuses now what it would refuse later
@@ -74,6 +80,7 @@ def prepare_job(
     settings: Settings,
     *,
     mixing: bool = False,
+    budget: float | None = None,
     overwrite: bool = False,
     resume: bool = True,
     generate: Generate | None = None,
@@ -82,10 +89,11 @@ def prepare_job(
     """Settles a job: recipe first, then the text, both before any weight of a layer is read.
 
     `generate` writes self-written text; None loads the source into the engine when that is called for.
-    `mixing` says that sensitivities will be measured, which takes text whatever the method.
+    `mixing` says that sensitivities will be measured, which takes text whatever the method; `budget` is the
+    average of bits per weight that they may be raised to.
     Raises UserError as `settle_recipe`, `TextSize.of` and `calibration_sequences` do.
     """
-    recipe = settle_recipe(source, settings, out, overwrite=overwrite)
+    recipe = settle_recipe(source, settings, out, budget=budget, overwrite=overwrite)
     device = chosen_device(settings.device)
     if settings.rotate:
         source, note = _rotated(source, settings.seed)

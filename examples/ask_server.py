@@ -13,7 +13,7 @@ import sys
 import urllib.request
 from typing import Any
 
-ANSWER_SECONDS = 120
+ANSWER_SECONDS = END_SECONDS = 120
 
 
 def main(model: str, question: str) -> int:
@@ -26,10 +26,19 @@ def main(model: str, question: str) -> int:
             answered = stream_chat(ready["url"], ready["model"], question)
         finally:
             server.send_signal(signal.SIGTERM)
-        code = server.wait(timeout=30)
+        code = ended(server)
     if code != 0:
         print(f"the server ended with exit code {code}", file=sys.stderr)
     return 0 if answered and code == 0 else 1
+
+
+def ended(server: "subprocess.Popen[str]") -> int:
+    """The exit code of a server that was told to end; it is killed where it does not."""
+    try:
+        return server.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        return server.wait()
 
 
 def read_document(server: "subprocess.Popen[str]") -> dict[str, Any]:

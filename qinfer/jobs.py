@@ -118,6 +118,7 @@ def quantize(
             folder,
             settings,
             mixing=budget is not None or until_gate,
+            budget=budget,
             overwrite=overwrite or made is not None,
             resume=resume,
             progress=progress,

@@ -22,7 +22,7 @@ _METRICS = ("ttft", "tpot", "itl", "e2el")
 
 def serve(
     context: typer.Context,
-    words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="")] = None,
+    words: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="NAME:MS")] = None,
     backend: Annotated[
         str, typer.Option(help="openai (= vllm): completions; openai-chat: chat completions.")
     ] = "openai",

@@ -141,7 +141,7 @@ def quantize(
         try:
             if dry_run:
                 mixing = budget is not None or until_gate
-                result = _plan(model, out, asked, mixing=mixing, overwrite=overwrite, **where)
+                result = _plan(model, out, asked, mixing=mixing, budget=budget, overwrite=overwrite, **where)
             else:
                 result = jobs.quantize(
                     model,
@@ -175,6 +175,7 @@ def _plan(
     asked: dict[str, Any],
     *,
     mixing: bool,
+    budget: float | None,
     overwrite: bool,
     revision: str | None,
     hf_token: str | None,
@@ -187,4 +188,6 @@ def _plan(
 
     settings = Settings(**asked)
     folder = hub.config_file(model, revision=revision, token=hf_token).parent
-    return dry_run.plan(open_dummy(folder), Path(out), settings, mixing=mixing, overwrite=overwrite)
+    return dry_run.plan(
+        open_dummy(folder), Path(out), settings, mixing=mixing, budget=budget, overwrite=overwrite
+    )

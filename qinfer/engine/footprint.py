@@ -53,10 +53,12 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """'8.46 GiB', '257.1 MiB' or '640 B'."""
+    """'8.46 GiB', '257.1 MiB', '384.0 KiB' or '640 B'."""
     if abs(num_bytes) >= GIB:
         return f"{num_bytes / GIB:.2f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB" if abs(num_bytes) >= 2**20 else f"{num_bytes} B"
+    if abs(num_bytes) >= 2**20:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**10:.1f} KiB" if abs(num_bytes) >= 2**10 else f"{num_bytes} B"
 
 
 class WeightFormat(NamedTuple):

@@ -7,15 +7,17 @@ import pytest
 import torch
 
 from qinfer.calibrate import dry_run, mixed_run, needs, pace, pipeline
+from qinfer.calibrate.mixing import average_bits
 from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.recipe import settle
 from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint.checkpoint import open_checkpoint
 from qinfer.checkpoint.dummy import open_dummy
+from qinfer.checkpoint.names import layer_modules, num_weights
 from qinfer.config import ModelConfig
 from qinfer.engine.footprint import format_size
 from qinfer.errors import UserError
-from qinfer.quant import SCHEMES, scheme_by_name
+from qinfer.quant import SCHEMES, W4A16, scheme_by_name
 from qinfer.testing import tiny_config, tiny_model
 from qinfer.tokenizer import Tokenizer
 
@@ -90,6 +92,12 @@ def test_time_counts_what_methods_do():
     assert all(effort.passes > rtn.passes for effort in efforts.values())
     assert efforts["gptq"].calls > efforts["awq"].calls > efforts["int8"].calls > rtn.calls > 0
     assert all(effort.copies > rtn.copies > 0 for effort in efforts.values())
+    with_codes, without = (
+        pace.effort(needs.Work(config, settle(config, name, "gptq"), 8192, 512, 2))
+        for name in ("w8a8-fp8", "w8a16-fp8")
+    )
+    inputs, outputs = 3 * 64 + 128, 192 + 64 + 256 + 64
+    assert with_codes.passes - without.passes == 8192 * (6 * inputs + 3 * outputs)
     speed = pace.Pace(10.0, 5.0, 20.0, 30.0, 50.0, 4.0)
     assert pace.Effort(100.0, 10.0, 100.0, 90.0, 100.0, 4.0).seconds(speed) == 23.0
 
@@ -154,6 +162,16 @@ def test_a_configuration_is_enough(tmp_path):
     mixed = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", given, mixing=True)
     assert mixed.whole == 4 * _numbers(open_dummy(tmp_path))
     assert "what its layers do is measured first" in mixed.to_text()
+    assert "group size 128 does not divide" in mixed.to_text()
+    of_six = dry_run.plan(open_dummy(tmp_path), tmp_path / "out", given, mixing=True, budget=6.0)
+    config = open_dummy(tmp_path).config
+    weights = config.num_layers * num_weights(config, layer_modules(config))
+    bits = average_bits(config, W4A16(64, symmetric=False), {}, 4)
+    more = of_six.disk["checkpoint"] - mixed.disk["checkpoint"]
+    assert more == pytest.approx((6 - bits) * weights / 8, abs=1)
+    assert "up to 6 bits per weight on average" in of_six.to_text()
+    with pytest.raises(UserError, match="a budget of 3 bits per weight is below what w4a16 g64 asym itself"):
+        dry_run.plan(open_dummy(tmp_path), tmp_path / "out", given, mixing=True, budget=3.0)
     assert planned.peak == planned.process + sum(planned.memory.values())
     assert (planned.device, planned.gpu_peak) == ("cpu", 0)
     text = planned.to_text()

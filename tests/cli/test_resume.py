@@ -69,7 +69,7 @@ def test_dry_run_says_how_many_layers_are_finished_and_touches_nothing(qinfer, s
     killed = subprocess.run([sys.executable, "-c", _KILLED, *command], capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL
     text = qinfer(*command, "--dry-run").stdout
-    assert "1 layers are finished: the same command goes on behind them" in text
+    assert "1 layers are finished: the command that began them goes on behind them" in text
     assert finished_layers(tmp_path / "out.partial") == 1
     assert qinfer(*command, "--sym", "--dry-run").code == 2
 
