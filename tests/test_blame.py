@@ -123,7 +123,7 @@ def test_what_is_damaged_in_a_rotated_candidate_is_found(
 def test_a_failed_verdict_names_the_layer(source: Path, quantized: Path, tmp_path: Path) -> None:
     copy = changed(quantized, tmp_path, "layers.2.mlp.down_proj.weight_scale")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 1.0))  # type: ignore[arg-type]
+        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 1.0))
         result = jobs.evaluate(str(copy), against=str(source), profile="quick", progress=False)
     assert result.verdict == "FAIL"
     assert "layer 2 is to blame" in result.to_text()

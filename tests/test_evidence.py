@@ -44,7 +44,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
     def remember(engine: Engine, *args: object, **kwargs: object) -> None:
         made.append(engine)
-        original(engine, *args, **kwargs)  # type: ignore[arg-type]
+        original(engine, *args, **kwargs)
 
     monkeypatch.setattr(Engine, "__init__", remember)
     return made
@@ -97,7 +97,7 @@ def test_windows_that_were_scored_are_not_scored_again(
         read.append(len(read))
         if len(read) == 3:
             raise KeyboardInterrupt
-        return original(engine, ids, **options)  # type: ignore[arg-type]
+        return original(engine, ids, **options)
 
     monkeypatch.setattr(Engine, "prompt_logits", counted)
     texts = windows(5)
@@ -125,7 +125,7 @@ def test_no_two_models_are_in_memory_at_once(
 
     def checked(engine: Engine, ids: Sequence[int], **options: object) -> object:
         assert source._engine is None
-        return original(engine, ids, **options)  # type: ignore[arg-type]
+        return original(engine, ids, **options)
 
     monkeypatch.setattr(Engine, "prompt_logits", checked)
     assert len(scores_of(source, candidate, windows(2), store, BAR)) == 2

@@ -30,7 +30,7 @@ from qinfer.testing import tiny_model
 def quick_profile() -> Iterator[None]:
     """A profile with an eighth of the text, so that a judgement takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 1.0))  # type: ignore[arg-type]
+        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(2048, 1.0))
         yield
 
 
@@ -53,7 +53,7 @@ def copy(quantized: jobs.QuantizeResult, tmp_path: Path) -> Path:
 
 def judge(model: Path, against: Path, **options: object) -> jobs.GateResult:
     settled = {"profile": "quick", "progress": False, **options}
-    return jobs.evaluate(str(model), against=str(against), **settled)  # type: ignore[arg-type]
+    return jobs.evaluate(str(model), against=str(against), **settled)
 
 
 def values(result: jobs.GateResult) -> dict[str, float]:
@@ -115,7 +115,7 @@ def test_nothing_of_the_models_stays_in_memory(
 
     def remember(decoder: Decoder, *args: object, **kwargs: object) -> None:
         made.append(weakref.ref(decoder))
-        original(decoder, *args, **kwargs)  # type: ignore[arg-type]
+        original(decoder, *args, **kwargs)
 
     original = Decoder.__init__
     monkeypatch.setattr(Decoder, "__init__", remember)
@@ -291,6 +291,6 @@ def test_values_of_the_wrong_kind_are_one_line_before_anything_is_made(
     source: Path, tmp_path: Path, options: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UserError, match=said) as caught:
-        jobs.quantize(**{"model": str(source), "out": tmp_path / "a" / "out", **options})  # type: ignore[arg-type]
+        jobs.quantize(**{"model": str(source), "out": tmp_path / "a" / "out", **options})
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []

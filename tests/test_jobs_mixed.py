@@ -36,7 +36,7 @@ def test_a_budget_without_a_gate(tmp_path: Path, text: str) -> None:
     source = tiny_model("llama", tmp_path / "source", dtype="bfloat16")
     result = jobs.quantize(
         str(source), tmp_path / "out", budget=5.5, gate=False, calibration=text, **ARGUMENTS
-    )  # type: ignore[arg-type]
+    )
     assert 0 < result.report.average_bits <= 5.5
     assert eight_bit_modules(result.out) > 0
     assert result.gate is None
@@ -54,7 +54,7 @@ def test_units_are_raised_until_the_gate_passes(
         return GateResult(verdict, ("so it is",), (), {})
 
     monkeypatch.setattr(certifying, "certify", certify)
-    result = jobs.quantize(str(source), tmp_path / "out", until_gate=True, calibration=text, **ARGUMENTS)  # type: ignore[arg-type]
+    result = jobs.quantize(str(source), tmp_path / "out", until_gate=True, calibration=text, **ARGUMENTS)
     assert result.gate is not None
     assert result.gate.verdict == "PASS"
     assert raised[0] == 0
@@ -80,7 +80,7 @@ def test_only_the_last_failure_is_looked_into(
     monkeypatch.setattr(certifying, "certify", certify)
     result = jobs.quantize(
         str(source), tmp_path / "out", until_gate=True, budget=5.5, calibration=text, **ARGUMENTS
-    )  # type: ignore[arg-type]
+    )
     assert result.gate is not None
     assert result.gate.verdict == "FAIL"
     assert result.report.average_bits <= 5.5
@@ -104,7 +104,7 @@ def test_until_gate_goes_on_with_the_step_at_which_it_was_stopped(
 
     def run(out: Path) -> bytes:
         options = {"until_gate": True, "calibration": text, **ARGUMENTS}
-        return (jobs.quantize(str(source), out, **options).out / "model.safetensors").read_bytes()  # type: ignore[arg-type]
+        return (jobs.quantize(str(source), out, **options).out / "model.safetensors").read_bytes()
 
     monkeypatch.setattr(certifying, "certify", certify)
     whole = [4]

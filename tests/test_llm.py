@@ -175,7 +175,7 @@ def test_absent_methods_are_named(method: str, llm: LLM) -> None:
 
 def test_absent_arguments_are_named_and_harmless_ones_accepted(folder: Path, llm: LLM) -> None:
     with pytest.raises(NotImplementedError, match="lora_request"):
-        llm.generate("a", GREEDY, lora_request=object())  # type: ignore[arg-type]
+        llm.generate("a", GREEDY, lora_request=object())
     LLM(str(folder), num_kv_blocks=4, enforce_eager=True, tensor_parallel_size=1, max_model_len="auto")
 
 
@@ -238,7 +238,7 @@ def test_iterators_are_refused_since_their_length_is_unknown(llm: LLM) -> None:
         generate(llm, ["a"], iter([GREEDY]))
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(UserError, match="messages is a list_iterator; it must be a list of messages"):
-        llm.chat(iter(messages), GREEDY, use_tqdm=False)  # type: ignore[arg-type]
+        llm.chat(iter(messages), GREEDY, use_tqdm=False)
     with pytest.raises(UserError, match=r"messages\[0\] has no content"):
         llm.chat([{"role": "user", "content": None}], GREEDY, use_tqdm=False)
     assert not llm.engine.has_unfinished()

@@ -67,9 +67,9 @@ def test_bad_searches_are_refused(bad: dict[str, int]) -> None:
 
 def test_what_is_not_there_says_so(llm: LLM) -> None:
     with pytest.raises(NotImplementedError, match="allowed_token_ids"):
-        BeamSearchParams(2, 2, allowed_token_ids=[5])  # type: ignore[arg-type]
+        BeamSearchParams(2, 2, allowed_token_ids=[5])
     with pytest.raises(NotImplementedError, match="pooling_params"):
-        llm.embed("x", pooling_params=1)  # type: ignore[arg-type]
+        llm.embed("x", pooling_params=1)
 
 
 def test_scores_are_sums_of_log_probabilities(llm: LLM, folder: Path) -> None:
@@ -100,4 +100,4 @@ def test_pairs_that_are_none_are_refused(llm: LLM) -> None:
         with pytest.raises(UserError, match=message):
             llm.score(first, second, use_tqdm=False)
     with pytest.raises(NotImplementedError, match="chat_template"):
-        llm.score("a", "b", chat_template="x")  # type: ignore[arg-type]
+        llm.score("a", "b", chat_template="x")

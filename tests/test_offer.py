@@ -99,7 +99,7 @@ def test_damaged_files_are_told_from_a_scheme_that_is_too_coarse(source: Path, t
         (copy / file.name).write_bytes(file.read_bytes())
     save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(4096, 1.0))  # type: ignore[arg-type]
+        patch.setitem(thresholds.PROFILES, "quick", thresholds.Profile(4096, 1.0))
         result = jobs.evaluate(str(copy), against=str(source), profile="quick", progress=False)
     assert result.verdict == "FAIL"
     assert result.offer is not None

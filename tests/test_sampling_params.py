@@ -125,7 +125,7 @@ def test_clone_is_independent() -> None:
     params = SamplingParams(stop=["a"])
     copy = params.clone()
     assert copy == params
-    copy.stop.append("b")  # type: ignore[union-attr]
+    copy.stop.append("b")
     assert params.stop == ["a"]
 
 
@@ -159,4 +159,4 @@ def test_a_repetition_that_cannot_be_is_refused(fields: dict[str, int], name: st
         RepetitionDetectionParams(**fields)
     assert raised.value.parameter == name
     with pytest.raises(UserError, match="must be RepetitionDetectionParams"):
-        SamplingParams(repetition_detection=fields)  # type: ignore[arg-type]
+        SamplingParams(repetition_detection=fields)

@@ -227,7 +227,7 @@ def test_what_could_leave_nothing_is_refused(more: dict[str, Any]) -> None:
 
 def test_mistaken_forms_say_so() -> None:
     with pytest.raises(UserError, match="StructuredOutputsParams"):
-        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+        SamplingParams(structured_outputs={"regex": "a"})
 
 
 def test_a_grammar_is_compiled_once(make_engine: MakeEngine) -> None:

@@ -46,7 +46,7 @@ def item(
 
 def pairs(source: Sequence[bool], candidate: Sequence[bool], **options: object) -> list[Pair]:
     return [
-        (item(i, a, **options), item(i, b, **options))  # type: ignore[arg-type]
+        (item(i, a, **options), item(i, b, **options))
         for i, (a, b) in enumerate(zip(source, candidate, strict=True))
     ]
 
@@ -187,7 +187,7 @@ def test_questions_to_plan_against_the_published_table(flips: float, margin: flo
     ],
 )
 def test_how_many_more_would_decide(interval: Interval, bound: str, wanted: int) -> None:
-    measure = Measure("m", "", interval, 0.975, bound)  # type: ignore[arg-type]
+    measure = Measure("m", "", interval, 0.975, bound)
     assert needed(measure, 100) == pytest.approx(wanted, abs=1)
 
 
@@ -199,7 +199,7 @@ def test_what_nothing_would_decide() -> None:
 
 
 def made(tokens: int, finish: str, repetition: float) -> Generated:
-    return Generated(tokens, finish, repetition)  # type: ignore[arg-type]
+    return Generated(tokens, finish, repetition)
 
 
 def answered(change: Callable[[int], tuple[Generated, Generated]]) -> dict[str, float]:

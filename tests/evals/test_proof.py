@@ -52,7 +52,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         source, layer = str(tiny_model("llama", folder / "tiny", dtype="bfloat16", num_hidden_layers=4)), 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qinfer.env.results_dir", lambda: folder / "results")
-        patch.setitem(thresholds.PROFILES, "quarter", thresholds.Profile(TOKENS, 1.0))  # type: ignore[arg-type]
+        patch.setitem(thresholds.PROFILES, "quarter", thresholds.Profile(TOKENS, 1.0))
         int8 = jobs.quantize(
             source, folder / "int8", scheme="w8a8-int8", method="rtn", profile="quarter", progress=False
         )

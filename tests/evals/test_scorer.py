@@ -30,7 +30,7 @@ def make(byte_level_folder: Path) -> Make:
     ) -> Scorer:
         tokenizer = Tokenizer.load(folder)
         runner = None if script is None else FakeRunner(384, script)
-        settled = EngineOptions(**{"num_kv_blocks": 64, "max_model_len": 256, **options})  # type: ignore[arg-type]
+        settled = EngineOptions(**{"num_kv_blocks": 64, "max_model_len": 256, **options})
         return Scorer(Engine(decoder, tokenizer, settled, runner=runner), tokenizer)
 
     return build
@@ -128,7 +128,7 @@ def test_answers_come_in_the_order_asked_and_say_how_they_ended(make: Make) -> N
 
 
 def test_a_long_prompt_loses_its_beginning(make: Make) -> None:
-    scorer = make(script=lambda prompt: [len(prompt) + 60, prompt[0]], max_model_len=20)  # type: ignore[arg-type]
+    scorer = make(script=lambda prompt: [len(prompt) + 60, prompt[0]], max_model_len=20)
     (one,) = scorer.generate([(list(range(65, 95)), SamplingParams(temperature=0.0, max_tokens=8))])
     assert one.text[:2] == chr(12 + 60) + chr(65 + 30 - 12)
     with pytest.raises(UserError, match="20 tokens are to be generated and the model reads 20"):
@@ -152,7 +152,7 @@ def test_what_goes_wrong_leaves_the_engine_idle(make: Make) -> None:
 
 def test_logits_that_are_no_numbers_are_told(make: Make) -> None:
     scorer = make()
-    norm = scorer.engine.runner.decoder.norm  # type: ignore[attr-defined]
+    norm = scorer.engine.runner.decoder.norm
     kept = norm.clone()
     norm.fill_(float("nan"))
     try:

@@ -148,7 +148,7 @@ def test_free_answers_by_rule(loaded: tuple[Decoder, Tokenizer]) -> None:
 def test_broken_logits_are_never_right(loaded: tuple[Decoder, Tokenizer]) -> None:
     """E10: where all choices score NaN the first is no answer, wherever the right one stands."""
     scorer = scorer_of(loaded)
-    norm = scorer.engine.runner.decoder.norm  # type: ignore[attr-defined]
+    norm = scorer.engine.runner.decoder.norm
     kept = norm.clone()
     norm.fill_(float("nan"))
     try:

@@ -135,7 +135,7 @@ def test_loading_leaves_no_holes(scheme: str, folder: Path) -> None:
 
 def test_m04_graphs_are_accounted_and_leave_the_pool(make: Make) -> None:
     llm = make()
-    graphs = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    graphs = llm.engine.runner.graphs
     assert 0 < graphs.num_bytes <= llm.engine.ledger.graphs * 1.25 + 16 * MIB
     tokens = llm.engine.ledger.tokens
     del llm, graphs

@@ -116,7 +116,7 @@ def rows_without_a_variant() -> list[str]:
         asked.add((op, json.dumps(entry)))
         return entry
 
-    tiles.tile = noted  # type: ignore[assignment]  # modules import it from there
+    tiles.tile = noted  # modules import it from there
     for module in MODULES:
         variants(module)
     return [

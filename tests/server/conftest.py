@@ -308,7 +308,7 @@ def serve_scripted(tokenizer: Tokenizer) -> Callable[..., Any]:
     ) -> Iterator[Served]:
         llm, settled = FakeLLM(tokenizer, script, defaults), ServerOptions(**options)
         engine = AsyncLLM(
-            llm,  # type: ignore[arg-type]
+            llm,
             max_num_queued_reqs=settled.max_num_queued_reqs,
             max_num_queued_tokens=settled.max_num_queued_tokens,
         )

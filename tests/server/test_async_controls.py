@@ -24,7 +24,7 @@ from qinfer.stat_log import INTERVAL, StatLog
 @pytest.fixture
 def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(fake_llm)
-    engine.scripted = fake_llm.engine  # type: ignore[attr-defined]
+    engine.scripted = fake_llm.engine
     yield engine
     assert engine.shutdown()
 

@@ -18,7 +18,7 @@ from qinfer.sampling_params import RequestOutputKind, SamplingParams
 @pytest.fixture
 def engine(fake_llm: Any) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(fake_llm)
-    engine.scripted = fake_llm.engine  # type: ignore[attr-defined]
+    engine.scripted = fake_llm.engine
     yield engine
     assert engine.shutdown()
 

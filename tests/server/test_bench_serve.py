@@ -28,7 +28,7 @@ def bench(capsys: pytest.CaptureFixture[str], model_dir: Path) -> Any:
         common = ("bench", "serve", "--base-url", url, "--tokenizer", model_dir, "--disable-tqdm")
         with pytest.raises(SystemExit) as left:
             main([str(word) for word in (*common, *words)])
-        return (left.value.code or 0, *capsys.readouterr())  # type: ignore[return-value]
+        return (left.value.code or 0, *capsys.readouterr())
 
     return run
 
