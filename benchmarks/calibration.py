@@ -18,7 +18,6 @@ import math
 import statistics
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def quantized(name: str, source: Checkpoint, out: Path, options: argparse.Namesp
     )
     if name == "mix":
         job = mixed_run.within(mixed_run.with_costs(job, progress=False), options.mix)
-    report = pipeline.run(replace(job), progress=False)
+    report = pipeline.run(job, progress=False)
     return {
         "scheme": report.scheme,
         "method": method,

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 import transformers
@@ -30,6 +31,8 @@ from qinfer.evals import fidelity, text
 from qinfer.evals.statistics import mean_interval
 from qinfer.evals.store import Store
 from qinfer.reading import Reader, Serving, open_model, read_text
+
+Seconds = dict[str, dict[str, float]]  # by whom, wall and cpu
 
 
 def main() -> None:
@@ -53,19 +56,7 @@ def main() -> None:
         served = Reader(candidate, Serving.settle("auto", "auto", candidate.checkpoint), options.window)
         for reader in (reference, served):  # loads, and warms up
             next(reader.logits(windows[0]))
-        seconds = {who: {"wall": 0.0, "cpu": 0.0} for who in ("transformers", "qinfer")}
-        scores = []
-        for i, ids in enumerate(windows):
-            with _timed(seconds["transformers"]), torch.inference_mode():
-                model(torch.tensor([ids]))
-            with _timed(seconds["qinfer"]):
-                scores += fidelity.compare(reference.logits, served.logits, [ids])
-            ratio = {
-                kind: seconds["qinfer"][kind] / seconds["transformers"][kind] for kind in ("wall", "cpu")
-            }
-            line = f"\rwindow {i + 1}/{len(windows)}: {ratio['wall']:.2f}x wall, {ratio['cpu']:.2f}x cpu"
-            print(line, end="", file=sys.stderr)
-    print(file=sys.stderr)
+        seconds, scores = _turn_by_turn(model, reference, served, windows)
     kl = mean_interval([window.kl for window in scores])
     document = {
         "date": date.today().isoformat(),
@@ -79,10 +70,32 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "seconds": seconds,
-        "ratio": ratio,
+        "ratio": _ratio(seconds),
         "mean_kl": kl._asdict(),
     }
     print(json.dumps(document, indent=2))
+
+
+def _turn_by_turn(
+    model: Any, reference: Reader, served: Reader, windows: list[list[int]]
+) -> tuple[Seconds, list[fidelity.WindowScores]]:
+    """Each window by transformers, then by both readers, whose scores are kept."""
+    seconds: Seconds = {who: {"wall": 0.0, "cpu": 0.0} for who in ("transformers", "qinfer")}
+    scores: list[fidelity.WindowScores] = []
+    for i, ids in enumerate(windows):
+        with _timed(seconds["transformers"]), torch.inference_mode():
+            model(torch.tensor([ids]))
+        with _timed(seconds["qinfer"]):
+            scores += fidelity.compare(reference.logits, served.logits, [ids])
+        ratio = _ratio(seconds)
+        line = f"\rwindow {i + 1}/{len(windows)}: {ratio['wall']:.2f}x wall, {ratio['cpu']:.2f}x cpu"
+        print(line, end="", file=sys.stderr)
+    print(file=sys.stderr)
+    return seconds, scores
+
+
+def _ratio(seconds: Seconds) -> dict[str, float]:
+    return {kind: seconds["qinfer"][kind] / seconds["transformers"][kind] for kind in ("wall", "cpu")}
 
 
 @contextmanager

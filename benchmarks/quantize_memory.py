@@ -29,7 +29,7 @@ from qinfer.calibrate import needs, pipeline
 from qinfer.calibrate.data import CalibrationData
 from qinfer.calibrate.devices import chosen_device, device_name
 from qinfer.calibrate.job import QuantizeJob
-from qinfer.calibrate.pace import disk_seconds, effort, measured_pace
+from qinfer.calibrate.pace import Pace, disk_seconds, effort, measured_pace
 from qinfer.calibrate.recipe import settle
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.dummy import DummyCheckpoint, open_dummy
@@ -143,27 +143,31 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         print(
             f"GPU: {result['gpu_reserved'] / 2**20:.0f} MiB taken by torch, {gpu_before / 2**20:.0f} before"
         )
-    counted = zip(pace._fields, effort(work), pace, strict=True)
-    terms = {name: count / speed for name, count, speed in counted}
     seconds = [layer.seconds for layer in report.layers]
-    per_layer = statistics.median(seconds[1:] or seconds)
     print("layers " + " ".join(f"{x:.2f}" for x in seconds) + f" s; wall {wall:.1f} s, processor {cpu:.1f} s")
-    named = ", ".join(f"{name} {x:.2f}" for name, x in terms.items())
-    print(f"a layer: planned {sum(terms.values()):.2f} s ({named}), measured {per_layer:.2f}")
-    whole = SHAPES[arguments.shape][-1]
-    all_layers = replace(work, config=replace(work.config, num_layers=whole))
-    planned_seconds = whole * sum(terms.values()) + disk_seconds(all_layers)
-    beside = wall - sum(seconds)
-    # what is written, journal and shards, grows with the layers; the ends do not, but are counted with them
-    estimate = whole * (per_layer + beside / arguments.layers)
-    print(
-        f"{whole} layers: planned {planned_seconds:.0f} s, by these layers at most {estimate:.0f} s "
-        f"({beside:.1f} s beside the layers of this run)"
-    )
     return result | {
         "seconds": {"layers": seconds, "wall": wall, "processor": cpu},
-        "whole": {"layers": whole, "seconds": estimate, "planned": planned_seconds},
+        "whole": _whole(work, pace, seconds, wall, SHAPES[arguments.shape][-1]),
     }
+
+
+def _whole(work: needs.Work, pace: Pace, seconds: list[float], wall: float, layers: int) -> dict[str, Any]:
+    """All `layers` of the shape, as planned and by these layers' seconds in a run of `wall` seconds."""
+    counted = zip(pace._fields, effort(work), pace, strict=True)
+    terms = {name: count / speed for name, count, speed in counted}
+    per_layer = statistics.median(seconds[1:] or seconds)
+    named = ", ".join(f"{name} {x:.2f}" for name, x in terms.items())
+    print(f"a layer: planned {sum(terms.values()):.2f} s ({named}), measured {per_layer:.2f}")
+    all_layers = replace(work, config=replace(work.config, num_layers=layers))
+    planned = layers * sum(terms.values()) + disk_seconds(all_layers)
+    beside = wall - sum(seconds)
+    # what is written, journal and shards, grows with the layers; the ends do not, but are counted with them
+    estimate = layers * (per_layer + beside / len(seconds))
+    print(
+        f"{layers} layers: planned {planned:.0f} s, by these layers at most {estimate:.0f} s "
+        f"({beside:.1f} s beside the layers of this run)"
+    )
+    return {"layers": layers, "seconds": estimate, "planned": planned}
 
 
 def _show(what: str, planned: dict[str, int], measured: int) -> dict[str, int]:
