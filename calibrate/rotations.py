@@ -69,12 +69,15 @@ class RotatedCheckpoint(Checkpoint):
         return self.config.tie_word_embeddings != self._source.config.tie_word_embeddings
 
     def names(self) -> frozenset[str]:
+        """The source's tensors, and a head of its own where it becomes one."""
         return self._source.names() | ({"lm_head.weight"} if self.unties else set())
 
     def header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype of what is stored in its place."""
         return self._source.header(self._stored(name))
 
     def tensor(self, name: str, device: torch.device = CPU) -> Tensor:
+        """The tensor in the new basis, made now on `device`."""
         relative = name.removeprefix(self.config.tensor_prefix)
         if relative.startswith("layers."):
             return self._of_layer(name, device, *relative.split(".", 2)[1:])

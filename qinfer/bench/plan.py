@@ -71,6 +71,7 @@ class Row:
 
     @property
     def label(self) -> str:
+        """Both by name, as a table has them."""
         return f"{self.scheme} + {SHORT.get(self.kv_cache_dtype, self.kv_cache_dtype)} KV"
 
 

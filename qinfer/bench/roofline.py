@@ -90,6 +90,7 @@ class Roofline(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Of both together."""
         return self.prefill_seconds + self.decode_seconds
 
 

@@ -43,6 +43,7 @@ class Measured:
 
     @property
     def prompt_tokens(self) -> int:
+        """Tokens of all prompts, cached ones too."""
         return sum(item.prompt_len for item in self.work)
 
 

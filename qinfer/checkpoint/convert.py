@@ -57,9 +57,11 @@ class Conversion:
     largest_change: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
         return asdict(self)
 
     def to_text(self) -> str:
+        """One line for a terminal."""
         exact = "exactly"
         if self.rounded_scales:
             exact = (

@@ -62,6 +62,7 @@ class Folder(NamedTuple):
     tensor: Callable[[str], Tensor]
 
     def has(self, name: str) -> bool:
+        """Whether some file holds a tensor of that name."""
         return name in self.headers
 
     def linears(self) -> dict[str, tuple[int, int]]:

@@ -78,6 +78,7 @@ class Demand(NamedTuple):
 
     @property
     def total(self) -> int:
+        """All of it."""
         return sum(self)
 
 

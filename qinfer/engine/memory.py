@@ -36,10 +36,12 @@ class Ledger:
 
     @property
     def tokens(self) -> int:
+        """Tokens that the pool holds."""
         return self.pages * self.block_size
 
     @property
     def sequences(self) -> int:
+        """Sequences of max_model_len tokens that the pool holds at once."""
         return self.pages // -(-self.max_model_len // self.block_size)
 
     @property

@@ -63,6 +63,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
+        """Whether all its sequences have ended."""
         return all(seq.finish_reason is not None for seq in self.sequences)
 
     @property
@@ -134,10 +135,12 @@ class Sequence:
 
     @property
     def num_prompt(self) -> int:
+        """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
     def num_output(self) -> int:
+        """Tokens that were generated and are known."""
         return len(self.token_ids) - len(self.request.prompt_ids)
 
     @property
