@@ -16,8 +16,6 @@ from typing import NamedTuple
 
 from qinfer.backend import model_device
 from qinfer.checkpoint.files import read_json
-from qinfer.engine.engine import Engine
-from qinfer.engine.kv_pool import scales_in
 from qinfer.engine.options import EngineOptions
 from qinfer.evals import fidelity, paired
 from qinfer.evals.answers import Pair
@@ -28,8 +26,7 @@ from qinfer.evals.statistics import CONFIDENCE
 from qinfer.evals.store import Store, key_of
 from qinfer.evals.tasks import Task
 from qinfer.evals.thresholds import Limits
-from qinfer.model.decoder import load_decoder
-from qinfer.reading import Bar, Reader, scores_of
+from qinfer.reading import Bar, Reader, engine_for, scores_of
 
 BLOCK = 16  # questions that are kept together
 _AT_ONCE = 8  # blocks of one task that are asked together
@@ -170,20 +167,10 @@ class Answerer:
     def scorer(self) -> Scorer:
         """The model in an engine that answers many questions at once."""
         if self._scorer is None:
-            model, serving = self._reader.model, self._reader.serving
-            device = model_device()
-            decoder = load_decoder(
-                model.checkpoint,
-                device=device,
-                dtype=serving.dtype,
-                lm_head_dtype=serving.lm_head_dtype,
-            )
-            scales = scales_in(model.checkpoint) if serving.kv_cache_dtype == "fp8" else None
+            model = self._reader.model
             blocks = max(model.checkpoint.config.context_len, _CPU_POOL_TOKENS) // 16
-            options = EngineOptions(
-                kv_cache_dtype=serving.kv_cache_dtype, num_kv_blocks=blocks if device.type == "cpu" else None
-            )
-            engine = Engine(decoder, model.tokenizer, options, kv_scales=scales)
+            options = EngineOptions(num_kv_blocks=blocks if model_device().type == "cpu" else None)
+            engine = engine_for(model.checkpoint, self._reader.serving, options, model.tokenizer)
             self._scorer = Scorer(engine, model.tokenizer, repetition_penalty=self._repetition_penalty())
         return self._scorer
 

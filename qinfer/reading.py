@@ -11,10 +11,10 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -153,7 +153,13 @@ class Reader:
 
     def _loaded(self) -> Engine:
         if self._engine is None:
-            self._engine = engine_for(self.model.checkpoint, self.serving, self._length)
+            options = EngineOptions(
+                num_kv_blocks=self._length // 16 + 2,
+                max_num_seqs=1,
+                enable_prefix_caching=False,
+                enforce_eager=True,
+            )
+            self._engine = engine_for(self.model.checkpoint, self.serving, options)
         return self._engine
 
     def _head(self) -> Decoder:
@@ -207,21 +213,16 @@ def open_model(name: str, *, revision: str | None = None, token: str | None = No
     return OpenModel(name, open_checkpoint(path), Tokenizer.load(path))
 
 
-def engine_for(checkpoint: Checkpoint, serving: Serving, length: int, **options: Any) -> Engine:
-    """Loads the model into an engine that reads one text of `length` tokens, or as `options` say."""
+def engine_for(
+    checkpoint: Checkpoint, serving: Serving, options: EngineOptions, tokenizer: Tokenizer | None = None
+) -> Engine:
+    """Loads the model into an engine as it is served; `options` say the rest."""
     decoder = load_decoder(
         checkpoint, device=model_device(), dtype=serving.dtype, lm_head_dtype=serving.lm_head_dtype
     )
-    settled = EngineOptions(
-        kv_cache_dtype=serving.kv_cache_dtype,
-        num_kv_blocks=length // 16 + 2,
-        max_num_seqs=1,
-        enable_prefix_caching=False,
-        enforce_eager=True,
-        **options,
-    )
     scales = scales_in(checkpoint) if serving.kv_cache_dtype == "fp8" else None
-    return Engine(decoder, None, settled, kv_scales=scales)
+    served = replace(options, kv_cache_dtype=serving.kv_cache_dtype)
+    return Engine(decoder, tokenizer, served, kv_scales=scales)
 
 
 def read_text(path: Path) -> str:
