@@ -34,7 +34,7 @@ from qinfer.quant import W4A16
 SEARCH_TOKENS = 2048  # tokens that every candidate is tried on; statistics use all
 _ROUNDING = 4  # float32 copies of the largest group while it is rounded: scaled, its codes, read back, errors
 _GPTQ = 4  # more of them: joined, in another order, while and after it is rounded
-_FACTORS = 5  # matrices of the width of a group's inputs: moments, reordered, factor, inverse, one being made
+_FACTORS = 4  # matrices of the width of a group's inputs: moments, reordered, factor, one being made
 _SPARE = 0.9  # of the free memory is used before streams go to the disk
 
 

@@ -24,13 +24,16 @@ from qinfer.calibrate.roundtrip import dequantized
 from qinfer.checkpoint.checkpoint import CPU
 from qinfer.checkpoint.names import layer_modules
 from qinfer.model.linear import Linear
-from qinfer.quant import W4A16, Scheme, W8A8Fp8Static
+from qinfer.quant import W4A16, ActivationFormat, Scheme, W8A8Fp8Static
 
 _ROUND_PASSES = 14  # over a weight to quantize it and to read it back
 _CHECK_PASSES = 40  # more, once, to load it, to check what is stored, and to tell the error
 _HIDDEN_PASSES = 18  # over the stream, and over what is as wide, on the way through a layer
 _INNER_PASSES = 9  # over what is as wide as the MLP
 _ATTENTION = 4  # times a product's time that attention takes for as many operations
+_GRAM = (4, 2)  # times a product's that second moments take: on a processor in bfloat16 from float32, in TF32
+_CODE_PASSES = 6  # over what is quantized on the way into a product
+_SCALE_PASSES = 3  # over what comes out of a product of codes
 _TRY_PASSES = 8  # over a weight for one width of its range
 _STEP_PASSES = 10  # over a column of GPTQ for one step
 _STEP_CALLS = 10  # to round a column and to tell the others
@@ -116,7 +119,7 @@ def effort(work: Work) -> Effort:
     sampled = 2 * min(work.tokens, ERROR_TOKENS) * work.layer_weights  # for the errors of outputs
     products = walks * _walk(work, work.tokens) + sampled
     quantized, float32 = float(sampled), 0.0
-    passes += walks * work.tokens * _numbers(work)
+    passes += walks * work.tokens * _numbers(work) + work.tokens * _codes(work)
     if recipe.transform:
         searched = _search(work)
         quantized += searched.products
@@ -149,6 +152,14 @@ def _numbers(work: Work) -> float:
     config = work.config
     mlps = max(1, config.num_experts)
     return float(_HIDDEN_PASSES * config.hidden_size + mlps * _INNER_PASSES * config.intermediate_size)
+
+
+def _codes(work: Work) -> float:
+    """Passes over a token's inputs and outputs because a layer multiplies codes; 0 for weights alone."""
+    if work.recipe.scheme.activations is ActivationFormat.NONE:
+        return 0.0
+    outputs = sum(work.group_weights[name] // width for name, width in work.widths.items())
+    return float(_CODE_PASSES * sum(work.widths.values()) + _SCALE_PASSES * outputs)
 
 
 def _moves(work: Work) -> int:
@@ -192,7 +203,7 @@ def _search(work: Work) -> _Searched:
     return _Searched(
         float(candidates * tokens * sum(used.values())),
         float(candidates * rounded),
-        float(candidates * tokens * 2 * _numbers(work)),
+        candidates * tokens * (2 * _numbers(work) + _codes(work)),
         candidates * len(used),
     )
 
@@ -203,7 +214,7 @@ def _gptq(work: Work) -> Effort:
     rounds = 1 + gptq.SWEEPS
     for name, width in work.widths.items():
         rows = work.group_weights[name] // width
-        products += work.tokens * width * width
+        products += _GRAM[work.on_gpu] * work.tokens * width * width
         float32 += 2.0 * width**3 + 2.0 * rounds * rows * width * width
         passes += _STEP_PASSES * rounds * rows * width
         calls += _STEP_CALLS * rounds * width
