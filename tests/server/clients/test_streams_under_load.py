@@ -46,7 +46,9 @@ def asked(i: int) -> dict[str, Any]:
 
 
 async def load(server: Any, seconds: float) -> tuple[list[tuple[int, Sample]], list[int]]:
-    """What the clients got, each with the number of its request; and the server's memory meanwhile."""
+    """What the clients got, each with the number of its request; and the memory of both processes."""
+    server_process = psutil.Process(server.pid)
+    processes = [server_process, *server_process.children()]
     target = Target(Address.of(server.url), "/v1/chat/completions", True, {})
     memory: list[int] = []
     clock = since(time.perf_counter())
@@ -64,7 +66,7 @@ async def load(server: Any, seconds: float) -> tuple[list[tuple[int, Sample]], l
 
     async def watch() -> None:
         while True:
-            memory.append(psutil.Process(server.pid).memory_info().rss)
+            memory.append(sum(process.memory_info().rss for process in processes))
             await asyncio.sleep(0.2)
 
     watching = asyncio.ensure_future(watch())

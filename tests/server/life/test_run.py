@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ from qinfer.errors import UserError
 from qinfer.llm import LLM
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.waiting import LoadingAnswers, listen
+from qinfer.testing import wait_until
 
 SERVE = """
 import sys, time
@@ -85,12 +87,31 @@ def test_what_an_engine_elsewhere_answers_is_what_one_here_does(model_dir, start
         assert stats["requests"]["finished"] == {"length": 5, "stop": 1, "abort": 0, "error": 0}
 
 
+def test_clients_that_leave_give_an_engine_elsewhere_back_what_they_held(model_dir, start):
+    process = start("-c", SERVE, str(model_dir))
+    url = process.url()
+    body = {"prompt": "Hello", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 2}
+    with contextlib.ExitStack() as clients:
+        for i in range(20):
+            stream = httpx.stream("POST", f"{url}/v1/completions", json={**body, "seed": i}, timeout=60)
+            clients.enter_context(stream)
+
+    def is_idle() -> bool:
+        stats = httpx.get(f"{url}/qinfer/stats").json()
+        counts = (stats["requests"]["running"], stats["requests"]["waiting"], stats["kv"]["usage"])
+        return counts == (0, 0, 0) and sum(stats["requests"]["finished"].values()) == 40
+
+    wait_until(is_idle)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_h11_a_signal_ends_loading_at_once(start, number):
     process = start("-c", SERVE, "nowhere", "slowly")
     process.wait_for("loading")
+    (child,) = process.children()
     process.send(number)
     assert process.exit_code() == 0  # and not after the ten minutes that loading takes
+    assert not Path(f"/proc/{child}").exists()
     assert process.said == ["loading\n"]
 
 
