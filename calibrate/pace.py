@@ -5,7 +5,7 @@ Work is counted in products of activations (in their dtype, and as the scheme ma
 that cost what it takes to begin one (GPTQ's columns), and bytes that are copied. Each kind is timed on a
 small sample, which takes half a second; a disk is taken for one of 500 MB/s, as nothing is to be written.
 What is counted are the loops of this package, so the counts are its own: a search walks through the layer
-once per candidate, ranges are tried thirty times, GPTQ sweeps once behind its own pass.
+once per candidate, ranges are tried a dozen times, GPTQ sweeps once behind its own pass.
 """
 
 from __future__ import annotations
