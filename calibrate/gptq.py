@@ -21,7 +21,7 @@ keeps weights from being fitted to what these tokens have by chance: from c4 to 
 SmolLM2-135M kept 0.426 of the squared error of rounding to nearest, 0.448 with a hundredth, an up_proj 0.811
 against 0.829. Where the factorization still fails more is added, then a floor relative to the largest entry;
 if nothing helps, the weights are rounded to nearest and that is reported. A column that no token excites
-takes no part: it is rounded to nearest.
+takes no part, not in the mean either: it is rounded to nearest, and the others as they were without it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,11 @@ def gptq(weight: Tensor, gram: Tensor, grid: Grid, group_size: int) -> Rounded:
     diagonal = gram.diagonal()
     order = diagonal.argsort()
     ordered = gram[order][:, order]
-    ordered.diagonal().add_((diagonal[order] == 0).float())
-    factor, note = _factor(ordered)
+    dead = diagonal[order] == 0
+    used = ordered.diagonal()[~dead]
+    mean = float(used.mean()) if len(used) else 1.0
+    ordered.diagonal().masked_fill_(dead, mean)
+    factor, note = _factor(ordered, mean)
     if factor is None:
         group_of = torch.arange(weight.shape[1], device=weight.device) // group_size
         return Rounded(grid.map(lambda x: x[:, group_of]).nearest(weight), note)
@@ -99,10 +102,13 @@ def _in_turn(wanted: Tensor, before: Tensor, couplings: Tensor, grids: list[Grid
     return rounded
 
 
-def _factor(ordered: Tensor) -> tuple[Tensor | None, str]:
-    """The lower Cholesky factor of a gram, whose diagonal is raised as far as need be, in place; a note."""
+def _factor(ordered: Tensor, mean: float) -> tuple[Tensor | None, str]:
+    """The lower Cholesky factor of a gram, whose diagonal is raised as far as need be, in place; a note.
+
+    `mean` is that of the diagonal where columns are used.
+    """
     diagonal = ordered.diagonal().clone()
-    mean, largest = float(diagonal.mean()), float(diagonal.max())
+    largest = float(diagonal.max())
     raises = [(DAMP * mean, "")]
     raises += [(d * mean, f"diagonal raised by {d:g} of its mean") for d in (1.0, 10.0)]
     raises += [(f * largest, f"diagonal raised by {f:g} of its largest entry") for f in _FLOORS]

@@ -86,6 +86,29 @@ def test_c02_dead_columns_are_rounded_to_nearest_and_change_nothing():
     assert torch.equal(all_dead.weight, wide.nearest(weight))
 
 
+@pytest.mark.parametrize("dead", [0, 1, 10])
+def test_c02_dead_columns_do_not_make_the_inputs_scale_matter(dead):
+    weight, x, _ = _case()
+    x[:, 40 : 40 + dead] = 0.0
+    live = [k for k in range(160) if not 40 <= k < 40 + dead]
+    grid = _grid(W4A16(GROUP, False), weight)
+    grid = grid.map(lambda s: s.repeat_interleave(GROUP, 1))  # by column, so that some can be left out
+    exact = gptq(weight, x.T @ x, grid, 1).weight
+    powers = gptq(weight, (x * 2**-8).T @ (x * 2**-8), grid, 1).weight
+    assert torch.equal(powers, exact)
+    alone = gptq(weight[:, live], x[:, live].T @ x[:, live], grid.map(lambda s: s[:, live]), 1).weight
+
+    def error(rounded):
+        return float((x[:, live] @ (rounded - weight[:, live]).T).square().sum())
+
+    assert (exact[:, live] != alone).float().mean() < 0.01  # sums in another order, ties to another side
+    assert error(exact[:, live]) == pytest.approx(error(alone), rel=0.01)
+    for scale in (0.01, 100.0):
+        scaled = gptq(weight, (x * scale).T @ (x * scale), grid, 1).weight
+        assert (scaled != exact).float().mean() < 0.01
+        assert error(scaled[:, live]) == pytest.approx(error(exact[:, live]), rel=0.01)
+
+
 def test_sweeps_only_lower_the_error_and_end_where_no_column_can_do_better(monkeypatch):
     weight, _, gram = _case()
     grid = _grid(W4A16(GROUP, False), weight)
