@@ -1,6 +1,8 @@
 """A run that was killed goes on where it was, and ends with the very bytes of one that was not."""
 
+import json
 import os
+import re
 import shutil
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ import pytest
 import torch
 
 from qinfer.calibrate import pipeline
-from qinfer.calibrate.journal import FOLDER, finished_layers
+from qinfer.calibrate.journal import FOLDER, Journal, finished_layers
 from qinfer.calibrate.prepare import prepare_job
 from qinfer.calibrate.settings import Settings
 from qinfer.checkpoint import shard_writer
@@ -188,6 +190,73 @@ def test_half_a_line_counts_as_nothing(source, tmp_path, monkeypatch):
         stream.write('{"report": {"index": 2, "seco')
     pipeline.run(_job(source, tmp_path / "out"), progress=False)
     assert _weights(tmp_path / "out") == _weights(tmp_path / "whole")
+
+
+def _bytes_of(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def _flip(file, place):
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+def test_any_damaged_byte_of_a_line_is_told_with_its_file_and_nothing_is_deleted(
+    source, tmp_path, monkeypatch
+):
+    _leave_unfinished(source, tmp_path / "out", monkeypatch)
+    folder = tmp_path / "out.partial"
+    identity = json.loads((folder / FOLDER / "begun.json").read_text())
+    file = folder / FOLDER / "layers.jsonl"
+    whole = file.read_bytes()
+    assert len(Journal(folder, identity).done) == 2
+    told = (
+        re.escape(f"{file}, line ")
+        + r"[12], is damaged, [^\n]*: begin anew with --no-resume \(resume=False\)"
+    )
+    kept = _bytes_of(folder)
+    for place in range(0, len(whole) - 1, 61):  # but for the last newline
+        _flip(file, place)
+        with pytest.raises(CheckpointError, match=f"^{told}$"):
+            Journal(folder, identity)
+        _flip(file, place)
+    for line in (b"\xff", b"{", b"[]", b"{}", b"5", b"[" * 100_000, whole.splitlines()[0][:-2] + b"0}"):
+        file.write_bytes(line + b"\n")
+        with pytest.raises(CheckpointError, match=f"^{told}$"):
+            Journal(folder, identity)
+    file.write_bytes(whole)
+    assert _bytes_of(folder) == kept
+    file.write_bytes(whole[:-1] + b"\x0b")  # no longer a whole line: what the layer before left is gone
+    with pytest.raises(CheckpointError, match=r"states-00001.draft/hidden.0 is damaged, .* --no-resume"):
+        Journal(folder, identity)
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
+def test_damaged_states_never_change_a_result(source, tmp_path, monkeypatch, fault):
+    pipeline.run(_job(source, tmp_path / "whole"), progress=False)
+    _leave_unfinished(source, tmp_path / "out", monkeypatch)
+    folder = tmp_path / "out.partial"
+    file = folder / FOLDER / "states-00002.draft" / "hidden.0"
+    if fault == "flipped":
+        _flip(file, -1)
+    elif fault == "cut":
+        os.truncate(file, file.stat().st_size - 4)
+    else:
+        file.unlink()
+    kept = _bytes_of(folder)
+    with pytest.raises(CheckpointError, match=r"hidden.0 is damaged, [^\n]*--no-resume \(resume=False\)$"):
+        pipeline.run(_job(source, tmp_path / "out"), progress=False)
+    assert _bytes_of(folder) == kept
+    pipeline.run(_job(source, tmp_path / "out", resume=False), progress=False)
+    assert _weights(tmp_path / "out") == _weights(tmp_path / "whole")
+
+
+def test_a_damaged_beginning_says_how_to_begin_anew(source, tmp_path, monkeypatch):
+    _leave_unfinished(source, tmp_path / "out", monkeypatch)
+    (tmp_path / "out.partial" / FOLDER / "begun.json").write_text('{"a" 1}')
+    with pytest.raises(CheckpointError, match=r"begun.json cannot be read: .*: begin anew with --no-resume"):
+        pipeline.run(_job(source, tmp_path / "out"), progress=False)
 
 
 def test_a_piece_that_somebody_deleted_is_named(source, tmp_path, monkeypatch):
