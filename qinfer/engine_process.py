@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qinfer.audience import Audience
 from qinfer.engine_child import Closable, Ready, run_engine
+from qinfer.engine_questions import unanswered
 from qinfer.errors import EngineDeadError, EngineStoppedError
 from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard
@@ -116,7 +117,7 @@ class EngineProcess:
     # ---- sending
 
     def _ask(self, kind: str, question: Callable[..., T]) -> Future[T]:
-        number, answer = next(self._numbers), Future[T]()
+        number, answer = next(self._numbers), unanswered()
         with self.audience.lock:
             self.audience.check()
             self._asked[number] = answer

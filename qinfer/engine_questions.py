@@ -6,8 +6,9 @@ Functions of a module, because a question may have to go to another process, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qinfer.sampling_params import SamplingParams
 from qinfer.structured_outputs import StructuredOutputsParams
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from qinfer.engine_thread import EngineThread
 
 T = TypeVar("T")
+
+
+def unanswered() -> Future[Any]:
+    """An answer to come, out of reach of an asker who leaves: a cancelled Future could not be answered."""
+    answer = Future[Any]()
+    answer.set_running_or_notify_cancel()
+    return answer
 
 
 def of_the_engine(question: Callable[[Engine], T], thread: EngineThread) -> T:

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from qinfer.audience import Reports
+from qinfer.engine_questions import unanswered
 from qinfer.errors import EngineDeadError, EngineStoppedError, UserError
 from qinfer.live_request import Ask
 from qinfer.stat_log import INTERVAL, StatLog
@@ -90,7 +91,7 @@ class EngineThread:
 
     def ask(self, question: Callable[[EngineThread], T]) -> Future[T]:
         """The answer to a question that is put between two steps; only the asker's own mistake is his."""
-        answer = Future[T]()
+        answer: Future[T] = unanswered()
         self._commands.put(partial(self._answer, question, answer))
         return answer
 

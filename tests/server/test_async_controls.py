@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,24 @@ def test_a_question_that_is_a_mistake_is_its_askers(engine):
 
     with pytest.raises(UserError, match="no such thing"):
         asyncio.run(engine.ask(mistaken))
+    assert asyncio.run(ask(engine, "after", 3))
+
+
+def test_an_asker_who_leaves_does_the_engine_no_harm(engine):
+    async def run() -> str:
+        go_on = threading.Event()
+        first = asyncio.ensure_future(engine.ask(lambda _: go_on.wait()))
+        left = asyncio.ensure_future(engine.ask(lambda _: "nobody listens"))
+        await asyncio.sleep(0)  # both are put
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        go_on.set()
+        assert await first
+        return await engine.ask(lambda _: "answered")
+
+    assert asyncio.run(run()) == "answered"
+    assert not engine.errored
     assert asyncio.run(ask(engine, "after", 3))
 
 
