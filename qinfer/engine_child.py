@@ -1,12 +1,13 @@
 """An engine in a process of its own: the child's side, from the model's files to the last request.
 
 The engine runs on a thread as it does anywhere else; what it reports goes into the pipe instead of to
-readers. The main thread reads what the other side wants. A pipe that ends means that nobody is there any
-more: the child leaves at once, in the middle of a step if need be.
+readers. Another thread reads what the other side wants. A pipe that ends means that nobody is there any
+more: the child leaves at once, in the middle of a step if need be. Linux kills it even where it was stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import signal
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from qinfer.engine.options import EngineStats
     from qinfer.llm import LLM
 
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 NUM_ASIDE = 8  # threads for questions, some of which take a second
 
 
@@ -53,6 +55,8 @@ def run_engine(pipe: Connection, load: Callable[[], LLM], close: Sequence[Closab
     """Loads a model and runs its engine until it is told to stop, then ends this process."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they come to all of a group, and the other side decides
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the thread that forked has ended
     for one in close:
         one.close()
     wishes, tell = Wishes(pipe), Messages(pipe)

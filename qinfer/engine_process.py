@@ -4,13 +4,15 @@ Writing a token to a client costs about as much of an interpreter as making it c
 interpreter does one of both at a time. So a server forks before it has loaded anything: the child loads the
 model and runs the engine (`engine_child`), this process keeps the port and the clients. Between them goes a
 pipe with one message for each request and one for each step, which holds what the step has added to all
-texts. The child ends when the pipe does, so none is left behind by a server that was killed.
+texts. A thread writes into it and another one reads, so that a child that does not read keeps nobody from
+serving or from leaving. The child ends when the pipe or this process does, so none is left behind.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
+import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -55,11 +57,12 @@ class EngineProcess:
         )
         self._process.start()
         theirs.close()
-        self._sending = threading.Lock()
+        self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = count()
         self._joiners: dict[int, Joiner] = {}
         self._hearing = threading.Thread(target=self._hear, name="qinfer-hearing", daemon=True)
+        self._sending = threading.Thread(target=self._write, name="qinfer-sending", daemon=True)
 
     def wait(self) -> None:
         """Returns when the model is loaded; raises as `load`, and RuntimeError where the child just ended."""
@@ -73,6 +76,7 @@ class EngineProcess:
         assert isinstance(found, Ready)
         self.card, self.audience = found.card, Audience(found.stats)
         self._hearing.start()
+        self._sending.start()
 
     def kill(self) -> None:
         """Ends the child at once, whatever it does."""
@@ -125,10 +129,14 @@ class EngineProcess:
         return answer
 
     def _send(self, *message: Any) -> None:
-        content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        """Never waits: the caller may be an event loop, and the child may have been stopped."""
+        self._to_send.put(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+    def _write(self) -> None:
+        """On a thread of its own."""
         try:
-            with self._sending:
-                self._pipe.send_bytes(content)
+            while True:
+                self._pipe.send_bytes(self._to_send.get())
         except OSError:  # the child has ended, which `_hear` finds out and tells everybody
             return
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import multiprocessing
 import os
 import sys
 import threading
@@ -74,7 +75,11 @@ class Ending:
 
 
 def leave(code: int) -> None:
-    """Ends the process without waiting for anything."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not sys.exit: the interpreter would take the engine's thread apart in mid-step
+    """Ends the process and its children without waiting for anything."""
+    try:
+        for child in multiprocessing.active_children():
+            child.kill()  # one that was stopped would not see the pipe's end
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:
+        os._exit(code)  # not sys.exit: the interpreter would take the engine's thread apart in mid-step

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,41 @@ def test_a_step_without_end_does_not_keep_the_process(start_stub):
     assert process.exit_code() == 0
     wait_until(lambda: not lives(child))
     assert "the engine is still in a step" in "".join(process.said)
+
+
+def stop_and_ask(url: str, child: int, clients: contextlib.ExitStack) -> None:
+    """Stops the engine's process, then asks for more than a pipe holds."""
+    os.kill(child, signal.SIGSTOP)
+    body = json.dumps({"prompt": [PROMPT * 1000] * 300, "max_tokens": 1000}).encode()
+    client = clients.enter_context(socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))))
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
+    client.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
+    wait_until(
+        lambda: re.search(r"\nvllm:num_requests_waiting\{.*\} 300.0\n", httpx.get(f"{url}/metrics").text)
+    )
+
+
+@pytest.mark.parametrize(
+    ("patience", "numbers", "code"),
+    [
+        (0, [signal.SIGTERM], 0),
+        (600, [signal.SIGTERM, signal.SIGINT], 0),
+        (0, [signal.SIGKILL], -signal.SIGKILL),
+    ],
+)
+def test_a_stopped_engine_keeps_nobody_from_leaving(start_stub, patience, numbers, code):
+    process = start_stub(shutdown_timeout=patience)
+    url = process.url()
+    (child,) = process.children()
+    with contextlib.ExitStack() as clients:
+        stop_and_ask(url, child, clients)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.send(numbers[0])
+        for number in numbers[1:]:
+            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            process.send(number)
+        assert process.exit_code() == code
+    wait_until(lambda: not lives(child))
 
 
 def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub):
