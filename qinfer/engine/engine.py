@@ -245,7 +245,9 @@ class Engine:
         now = time.monotonic()
         for seq, result in got:
             if result.token_id < 0:
-                logger.error("request %s ends: its logits are not numbers", seq.request.request_id)
+                fault = seq.constraint.fault if seq.constraint is not None else None
+                why = "its logits are not numbers" if fault is None else f"its grammar failed ({fault})"
+                logger.error("request %s ends: %s", seq.request.request_id, why)
                 self.scheduler.finish(seq, "error")
             elif (stop := self._books.take(seq, result, now)) is not None:
                 self.scheduler.finish(seq, "stop", stop)

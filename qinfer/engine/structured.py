@@ -14,7 +14,6 @@ on any thread, and remembers.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -37,9 +36,8 @@ if TYPE_CHECKING:  # imported when a grammar comes: most engines never see one
     from qinfer.engine.request import Sequence
     from qinfer.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
 MAX_COMPILED = 128  # grammars that are remembered
+MAX_TRIED = 16  # first tokens of a grammar, about
 MAX_MESSAGE = 200  # characters of the compiler's complaint
 
 
@@ -50,6 +48,11 @@ class Constraint:
         self.matcher = matcher
         self.vocab_size = vocab_size  # of the grammar, not less than the model's
         self._num_taken = 0
+
+    @property
+    def fault(self) -> str | None:
+        """Why the grammar cannot be followed any further; None while it can."""
+        return _in_short(self.matcher.get_error()) if self.matcher.is_error() else None
 
     def follow(self, token_ids: AnySequence[int], num_prompt: int) -> None:
         """Takes the tokens that the sequence has got since the last call."""
@@ -81,10 +84,8 @@ class Grammars:
 
         vocabulary = self._known_vocabulary()
         matcher = LLMatcher(vocabulary, _grammar_of(params, written, self._is_token), log_level=0)
-        trial = matcher.deep_copy()
-        trial.compute_bitmask()  # may take a second, too: copies share what the lexer has found out
-        if trial.is_error():
-            raise _refusal(trial.get_error(), params.kind)
+        if (complaint := _complaint(matcher)) is not None:
+            raise _refusal(complaint, params.kind)
         with self._lock:
             self._compiled[key] = matcher
             while len(self._compiled) > MAX_COMPILED:
@@ -163,15 +164,36 @@ def _grammar_of(params: StructuredOutputsParams, written: str, is_token: Callabl
         raise _refusal(str(error), params.kind) from None
 
 
+def _complaint(matcher: LLMatcher) -> str | None:
+    """What goes wrong when a grammar is begun; None as usual.
+
+    A grammar of too many alternatives fails only after a first token, and not after each: some are tried.
+    """
+    start = matcher.deep_copy()
+    bits = start.compute_bitmask()  # may take a second: copies share what the lexer has found out
+    if start.is_error():
+        return start.get_error()
+    may_come = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").nonzero()[0]
+    for token in may_come[:: max(1, len(may_come) // MAX_TRIED)].tolist():
+        ahead = start.deep_copy()
+        if not ahead.consume_token(token):
+            return ahead.get_error()
+    return None
+
+
 def _refusal(complaint: str, kind: str) -> UserError:
-    said = " ".join(complaint.split())[:MAX_MESSAGE]
-    return UserError(f"the {kind} cannot be compiled: {said}", kind)
+    return UserError(f"the {kind} cannot be compiled: {_in_short(complaint)}", kind)
+
+
+def _in_short(complaint: str) -> str:
+    """In one line, without the state of the parser that may follow."""
+    return " ".join(complaint.partition("<state>")[0].split())[:MAX_MESSAGE]
 
 
 def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     """Logits [S, V] with minus infinity where a grammar forbids; the same tensor where there are none.
 
-    A row whose grammar has failed becomes NaN, which ends its sequence with "error".
+    A row whose grammar has failed becomes NaN, which ends its sequence with "error": see `Constraint.fault`.
     """
     constraints = []
     for row, seq in enumerate(sequences):
@@ -183,10 +205,8 @@ def constrain(logits: Tensor, sequences: list[Sequence]) -> Tensor:
     allowed = _unpacked(_bits([one for _, one in constraints]).to(logits.device), logits.shape[1])
     rows = torch.tensor([row for row, _ in constraints], device=logits.device)
     masked = logits[rows].masked_fill(~allowed, float("-inf"))
-    for i, (row, constraint) in enumerate(constraints):
+    for i, (_, constraint) in enumerate(constraints):
         if constraint.matcher.is_error():
-            name, why = sequences[row].request.request_id, constraint.matcher.stop_reason()
-            logger.error("request %s ends: its grammar failed (%s)", name, why)
             masked[i] = float("nan")
     return logits.index_copy(0, rows, masked)
 
