@@ -95,6 +95,23 @@ def structured(more: dict[str, Any] | None = None, **form: Any) -> dict[str, Any
     return {"extra_body": {"structured_outputs": form, **(more or {})}}
 
 
+MANY = " | ".join(f'"{i}" end' for i in range(2500)) + '\nend ::= "." | "," end'
+
+
+def test_a_grammar_that_fails_in_mid_answer_ends_it_with_error(client):
+    body = structured(grammar=f'root ::= "x" more\nmore ::= "y" more | "z" many\nmany ::= {MANY}')
+    chat = client.chat.completions.create(model="tiny", messages=HELLO, **body)
+    plain = client.completions.create(model="tiny", prompt="A", max_tokens=50, **body)
+    for choice, text in (
+        (chat.choices[0], chat.choices[0].message.content),
+        (plain.choices[0], plain.choices[0].text),
+    ):
+        assert choice.finish_reason == "error"
+        assert re.fullmatch("xy*z", text)
+    *_, last = client.completions.create(model="tiny", prompt="A", max_tokens=50, stream=True, **body)
+    assert last.choices[0].finish_reason == "error"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("changes", "param"),
@@ -109,6 +126,10 @@ def structured(more: dict[str, Any] | None = None, **form: Any) -> dict[str, Any
         (structured(choice=[]), "structured_outputs.choice"),
         (structured(json="{"), "structured_outputs.json"),
         (structured(grammar="start: nowhere"), "structured_outputs.grammar"),
+        (
+            structured(grammar="root ::= " + " | ".join(f'"{i}"' for i in range(2500))),
+            "structured_outputs.grammar",
+        ),
         (structured({"min_tokens": 3}, regex="a"), "min_tokens"),
         ({**structured(regex="a"), "response_format": {"type": "json_object"}}, None),
     ],
