@@ -204,8 +204,8 @@ def test_dtype_and_quantization_are_checked(folder: Path) -> None:
         ({"skip_tokenizer_init": 1}, "skip_tokenizer_init must be True or False, not 1"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
         ({"enable_chunked_prefill": None}, "enable_chunked_prefill must be True or False, not None"),
-        ({"memory": "1KiB"}, "the weights alone need .* memory budget is 1024 B"),
-        ({"memory": "600KiB"}, "needs .* MiB .* memory budget is 614400 B"),
+        ({"memory": "1KiB"}, "the weights alone need .* memory budget is 1.0 KiB"),
+        ({"memory": "600KiB"}, "needs .* MiB .* memory budget is 600.0 KiB"),
         ({"memory": "much"}, "'much' is not a size"),
         (
             {"num_kv_blocks": 10**9},

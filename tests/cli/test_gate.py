@@ -129,7 +129,7 @@ def test_whatever_a_certificate_says_it_is_shown_or_refused_in_lines_of_print(qi
                 part = part[name]
             part[last] = value
             (out / certificate.CERTIFICATE_NAME).write_text(json.dumps(document))
-            told = gate._told(out, Use(), is_quantized=True)
+            told = gate.told(out, Use(), is_quantized=True)
             assert told["line"].isprintable()
             assert all(line.isprintable() for line in gate._text(told).split("\n"))
             shown += bool(told["certificate"])

@@ -68,7 +68,7 @@ def test_chat_goes_through_the_template(qinfer, model):
     ("options", "said"),
     [
         (("--system", "x"), "--system needs --chat"),
-        (("--memory", "1KiB"), "memory budget is 1024 B"),
+        (("--memory", "1KiB"), "memory budget is 1.0 KiB"),
         (("--kv-cache-dtype", "int4"), "kv_cache_dtype must be one of"),
         (("--max-model-len", 1000), "exceeds the model's context of 256 tokens"),
         (("--temperature", -1), "temperature"),

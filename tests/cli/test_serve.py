@@ -101,7 +101,7 @@ def test_dummy_weights_are_served_only_when_asked_and_with_a_tokenizer(qinfer, m
 def test_m01_weights_beyond_the_budget_stop_the_start(qinfer, model):
     code, out, err = qinfer("serve", model, "--port", 0, "--memory", "100KiB")
     assert (code, out) == (2, "")
-    assert "memory budget is 102400 B" in err
+    assert "memory budget is 100.0 KiB" in err
 
 
 def test_s08_contradicting_limits_stop_the_start(qinfer, model):

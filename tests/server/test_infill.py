@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,7 @@ def test_prompt_and_suffix_stand_behind_their_marks(coder, serve_scripted, monke
     with serve_scripted() as served:
         monkeypatch.setattr(served.engine, "tokenizer", coder)
         monkeypatch.setattr(served.scripted, "tokenizer", coder)
-        served.scripted.vocab_size = 387
+        monkeypatch.setattr(served.engine, "card", replace(served.engine.card, vocab_size=387))
         before, after = coder.encode("def f("), coder.encode("): pass")
         expected = [384, *before, 385, *after, 386]
         assert prompt_ids(served, prompt="def f(", suffix="): pass") == expected

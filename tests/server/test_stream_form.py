@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from qinfer.server.streaming import event
 from qinfer.server.text_events import TextEvents
 from qinfer.server.wire import Completion, CompletionChoice
 
+PATIENCE = 60.0  # seconds
 TEXTS = ["a", 'a "quoted" \\ /', "\n\r\t\b\f\x00\x1f\x7f", "é €  \U0001f600 �", "", "</script>"]
 
 
@@ -115,7 +117,9 @@ def test_no_server_no_extension():
 def test_bytes_of_pieces_are_counted(serve_scripted):
     with serve_scripted() as served:
         answer = served.post("/v1/completions", {"prompt": "a", "max_tokens": 12, "stream": True})
-        counts = served.get("/metrics").text
-    size = re.search(r'http_response_size_bytes_sum{handler="/v1/completions"} (\S+)', counts)
-    assert size is not None
+        size, end = None, time.monotonic() + PATIENCE
+        while size is None:  # the client has the end before it is counted
+            assert time.monotonic() < end
+            counts = served.get("/metrics").text
+            size = re.search(r'http_response_size_bytes_sum{handler="/v1/completions"} (\S+)', counts)
     assert float(size[1]) == len(answer.content)
