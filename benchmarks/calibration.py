@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--mix", type=float, default=5.0)
+    parser.add_argument("--keep", type=Path, help="folder in which the rows' checkpoints stay")
     parser.add_argument("--out", type=Path, help="file for the JSON document")
     options = parser.parse_args()
     source = open_checkpoint(resolve(options.model))
@@ -163,10 +164,11 @@ def main() -> None:
     with torch.inference_mode():
         reader = Reader(source, options.text, options.windows)
     for name in options.rows:
-        with tempfile.TemporaryDirectory() as folder:
-            row = {"name": name, **quantized(name, source, Path(folder) / "out", options)}
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (options.keep or Path(temporary)) / name
+            row = {"name": name, **quantized(name, source, folder, options)}
             with torch.inference_mode():
-                row["windows"] = reader.compare(Path(folder) / "out")
+                row["windows"] = reader.compare(folder)
         by_name[name] = row
         print(summary(row, by_name.get(RTN[ROWS[name][0]])), flush=True)
         if options.out:
