@@ -15,20 +15,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from qinfer.engine_thread import EngineThread
-from qinfer.errors import EngineDeadError, EngineStoppedError
+from qinfer.errors import EngineDeadError, EngineStoppedError, QinferError, UserError
 from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard, card_of
 from qinfer.output_parts import Cutter
 from qinfer.outputs import RequestOutput
 
 if TYPE_CHECKING:
-    from qinfer.engine.engine import Engine
     from qinfer.engine.options import EngineStats
     from qinfer.llm import LLM
 
@@ -65,14 +63,16 @@ def run_engine(pipe: Connection, load: Callable[[], LLM], close: Sequence[Closab
         ready = Ready(card_of(llm), llm.engine.stats())
     except Exception as error:  # whatever it is, the other side raises it
         error.add_note(traceback.format_exc())
-        tell.send(error)
+        tell.send(portable(error))
     else:
         wishes.fulfil(EngineThread(llm.engine, tell), tell)
         tell.send(ready)
         wishes.stopped.wait()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # not sys.exit: a question may still be worked on, which nobody waits for
+    try:
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:
+        os._exit(0)  # not sys.exit: a question may still be worked on, which nobody waits for
 
 
 class Wishes:
@@ -105,18 +105,26 @@ class Wishes:
     def _abort_by_id(self, request_id: str) -> None:
         self._thread.abort_by_id(request_id)
 
-    def _ask(self, number: int, question: Callable[[EngineThread], object]) -> None:
-        self._find(number, lambda: self._thread.ask(question).result())
+    def _ask(self, number: int, question: bytes) -> None:
+        self._pool.submit(self._answer, number, lambda: self._thread.ask(pickle.loads(question)).result())
 
-    def _aside(self, number: int, question: Callable[[Engine], object]) -> None:
-        self._find(number, lambda: self._thread.aside(question))
+    def _aside(self, number: int, question: bytes) -> None:
+        self._pool.submit(self._answer, number, lambda: self._thread.aside(pickle.loads(question)))
 
     def _stop(self) -> None:
-        self._pool.submit(self._thread.stop, None).add_done_callback(lambda _: self.stopped.set())
+        threading.Thread(target=self._stop_thread, name="qinfer-stopping", daemon=True).start()
 
-    def _find(self, number: int, question: Callable[[], object]) -> None:
-        """Answers on a thread aside: this one must go on reading, or both sides could wait to write."""
-        self._pool.submit(question).add_done_callback(partial(self._tell.answer, number))
+    def _stop_thread(self) -> None:
+        self._thread.stop(None)
+        self.stopped.set()
+
+    def _answer(self, number: int, find: Callable[[], object]) -> None:
+        """Asks and answers aside: the thread that reads must go on, or both sides could wait to write."""
+        try:
+            found, error = pickle.dumps(find(), pickle.HIGHEST_PROTOCOL), None
+        except Exception as mistake:  # of the question, or an answer that cannot go over: the asker's
+            found, error = b"", portable(mistake)
+        self._tell.send(("answer", number, found, error))
 
 
 class Messages:
@@ -159,7 +167,16 @@ class Messages:
     def died(self, error: EngineDeadError) -> None:
         self.send(("died", error))
 
-    def answer(self, number: int, answer: Future[Any]) -> None:
-        """What a question has found, or what it was a mistake for."""
-        error = answer.exception()
-        self.send(("answer", number, None if error else answer.result(), error))
+
+def portable(error: Exception) -> Exception:
+    """The error, or where its kind cannot be pickled there and back, its words in one that can."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception as reason:  # whatever its own methods raise
+        kinds: tuple[type[Exception], ...] = (UserError, QinferError, OSError)
+        kind = next((kind for kind in kinds if isinstance(error, kind)), RuntimeError)
+        other = kind(f"{type(error).__name__}: {error}")
+        for note in (*getattr(error, "__notes__", ()), f"it came as text: {reason}"):
+            other.add_note(note)
+        return other
+    return error

@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 import pickle
 import queue
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+KILLED = f"signal {signal.SIGKILL:d}"
+
+
+class _Ended(BaseException):
+    """The child has; raised wherever the main thread is, so no `except Exception` may take it for its own."""
 
 
 class EngineProcess:
@@ -64,12 +73,33 @@ class EngineProcess:
         self._hearing = threading.Thread(target=self._hear, name="qinfer-hearing", daemon=True)
         self._sending = threading.Thread(target=self._write, name="qinfer-sending", daemon=True)
 
+    @contextmanager
+    def while_it_loads(self) -> Iterator[None]:
+        """What is done within, on the main thread, is broken off where the child ends; `wait` says why."""
+
+        def look(*_: object) -> None:
+            if not self._process.is_alive():
+                raise _Ended
+
+        before = signal.getsignal(signal.SIGCHLD)
+        with suppress(_Ended):
+            try:
+                signal.signal(signal.SIGCHLD, look)
+                look()  # it may have ended before
+                yield
+            finally:
+                signal.signal(signal.SIGCHLD, before)
+
     def wait(self) -> None:
-        """Returns when the model is loaded; raises as `load`, and RuntimeError where the child just ended."""
+        """Returns when the model is loaded; raises as `load`, EngineDeadError where the child just ended."""
         try:
             found = pickle.loads(self._pipe.recv_bytes())
-        except EOFError:
-            raise RuntimeError(f"loading the model has ended its process ({self._how()})") from None
+        except (EOFError, OSError):
+            how = self._how()
+            advice = ", as happens where memory runs out: `qinfer plan` says what a model needs"
+            raise EngineDeadError(
+                f"loading the model has ended its process ({how}){advice * (how == KILLED)}"
+            ) from None
         if isinstance(found, BaseException):
             self._process.join()
             raise found
@@ -122,10 +152,11 @@ class EngineProcess:
 
     def _ask(self, kind: str, question: Callable[..., T]) -> Future[T]:
         number, answer = next(self._numbers), unanswered()
+        content = pickle.dumps(question, pickle.HIGHEST_PROTOCOL)  # apart: only its own answer depends on it
         with self.audience.lock:
             self.audience.check()
             self._asked[number] = answer
-            self._send(kind, number, question)
+            self._send(kind, number, content)
         return answer
 
     def _send(self, *message: Any) -> None:
@@ -191,13 +222,17 @@ class EngineProcess:
         self._joiners.pop(number, None)
         self.audience.ended(number, error)
 
-    def _answer(self, number: int, found: Any, error: BaseException | None) -> None:
+    def _answer(self, number: int, content: bytes, error: Exception | None) -> None:
         with self.audience.lock:
             answer = self._asked.pop(number)
-        if error is None:
-            answer.set_result(found)
+        if error is not None:
+            return answer.set_exception(error)
+        try:
+            found = pickle.loads(content)
+        except Exception as reason:  # whatever the answer's own methods raise: the asker's mistake
+            answer.set_exception(reason)
         else:
-            answer.set_exception(error)
+            answer.set_result(found)
 
     def _how(self) -> str:
         self._process.join()

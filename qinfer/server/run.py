@@ -60,7 +60,8 @@ def serve(
         process = EngineProcess(load, listener)
         try:
             with LoadingAnswers(listener):
-                meanwhile()
+                with process.while_it_loads():
+                    meanwhile()
                 process.wait()
             _serve_by(process, options, listener, on_ready or _say_where)
         finally:

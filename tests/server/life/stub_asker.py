@@ -9,6 +9,7 @@ from stub_server import load
 
 from qinfer.async_llm import AsyncLLM
 from qinfer.engine_process import EngineProcess
+from qinfer.errors import UserError
 
 
 def vocabulary(engine):
@@ -24,6 +25,64 @@ async def leave_and_ask(engine):
     await asyncio.wait([left])
     os.kill(engine.pid, signal.SIGCONT)
     return [left.cancelled(), await engine.ask(vocabulary)]
+
+
+class OddError(UserError):
+    """Pickled, but not unpickled."""
+
+    def __init__(self, message, more):
+        super().__init__(f"{message} and {more}")
+
+
+def odd_error(engine):
+    raise OddError("this", "that")
+
+
+def local_error(engine):
+    class LocalError(UserError):
+        pass
+
+    raise LocalError("not of a module")
+
+
+def function_within(engine):
+    return lambda: None
+
+
+class OddAnswer:
+    """Pickled, but unpickled in the engine's process only."""
+
+    def __reduce__(self):
+        return only_there, (os.getpid(),)
+
+
+def only_there(pid):
+    if os.getpid() != pid:
+        raise LookupError("only there")
+
+
+def odd_answer(engine):
+    return OddAnswer()
+
+
+class OddQuestion:
+    """Pickled, but unpickled in the asker's process only."""
+
+    __call__ = vocabulary
+
+    def __reduce__(self):
+        return only_there, (os.getpid(),)
+
+
+async def ask_oddly(engine):
+    """Nothing of a question may keep it from being answered."""
+    kinds = []
+    for question in (odd_error, local_error, function_within, odd_answer, OddQuestion()):
+        try:
+            await engine.ask(question)
+        except Exception as error:
+            kinds.append(type(error).__name__)
+    return [*kinds, await engine.ask(vocabulary)]
 
 
 async def main(engine):

@@ -63,8 +63,8 @@ def test_h11_sigterm_lets_streams_end_and_nobody_in(start_stub, tmp_path):
     streams = [Stream(url, HELD), Stream(url, HELD)]
     wait_until(lambda: all(stream.lines for stream in streams))
     process.send(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-    assert httpx.get(f"{url}/ping").json()["error"]["message"] == "the server is shutting down"
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
+    assert httpx.get(f"{url}/ping", timeout=60).json()["error"]["message"] == "the server is shutting down"
     refused = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     (tmp_path / "release").touch()
@@ -93,7 +93,7 @@ def test_the_second_signal_leaves_at_once(start_stub):
     stream = Stream(url, HELD)
     wait_until(lambda: stream.lines)
     process.send(signal.SIGTERM)
-    wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
     process.send(signal.SIGTERM)
     assert process.exit_code() == 0
     stream.join()
@@ -144,7 +144,9 @@ def stop_and_ask(url: str, child: int, clients: contextlib.ExitStack) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json"
     client.sendall(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     wait_until(
-        lambda: re.search(r"\nvllm:num_requests_waiting\{.*\} 300.0\n", httpx.get(f"{url}/metrics").text)
+        lambda: re.search(
+            r"\nvllm:num_requests_waiting\{.*\} 300.0\n", httpx.get(f"{url}/metrics", timeout=60).text
+        )
     )
 
 
@@ -162,10 +164,10 @@ def test_a_stopped_engine_keeps_nobody_from_leaving(start_stub, patience, number
     (child,) = process.children()
     with contextlib.ExitStack() as clients:
         stop_and_ask(url, child, clients)
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
         process.send(numbers[0])
         for number in numbers[1:]:
-            wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+            wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
             process.send(number)
         assert process.exit_code() == code
     wait_until(lambda: not lives(child))

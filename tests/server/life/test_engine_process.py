@@ -9,8 +9,17 @@ import pytest
 ASKER = str(Path(__file__).with_name("stub_asker.py"))
 
 
-@pytest.mark.parametrize(("what", "said"), [("leave_and_ask", ["[True, 256] False\n"])])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("leave_and_ask", "[True, 256] False"),
+        (
+            "ask_oddly",
+            "['UserError', 'UserError', 'AttributeError', 'LookupError', 'LookupError', 256] False",
+        ),
+    ],
+)
 def test_questions(start, what, said):
     process = start(ASKER, what)
     assert process.exit_code() == 0
-    assert process.said == said
+    assert process.said == [f"{said}\n"]

@@ -35,7 +35,7 @@ serve(load, port=0)
 def test_a_real_engine_serves_streams_and_ends_with_zero(model_dir, start):
     process = start("-c", SERVE, str(model_dir))
     url = process.url()
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=60).status_code == 200
     (child,) = process.children()
     body = {"prompt": "Hello", "max_tokens": 200, "stream": True, "ignore_eos": True, "logprobs": 5}
     lines: list[str] = []
@@ -97,7 +97,7 @@ def test_clients_that_leave_give_an_engine_elsewhere_back_what_they_held(model_d
             clients.enter_context(stream)
 
     def is_idle() -> bool:
-        stats = httpx.get(f"{url}/qinfer/stats").json()
+        stats = httpx.get(f"{url}/qinfer/stats", timeout=60).json()
         counts = (stats["requests"]["running"], stats["requests"]["waiting"], stats["kv"]["usage"])
         return counts == (0, 0, 0) and sum(stats["requests"]["finished"].values()) == 40
 
@@ -115,17 +115,34 @@ def test_h11_a_signal_ends_loading_at_once(start, number):
     assert process.said == ["loading\n"]
 
 
+LOAD = """
+import os, time
+from qinfer.errors import UserError
+from qinfer.server.run import serve
+
+class Odd(Exception):  # pickled, but not unpickled
+    def __init__(self, a, b):
+        super().__init__(f"odd {{a}} {{b}}")
+
+def load():
+    {}
+
+serve(load, port=0, meanwhile=lambda: time.sleep(10**6))  # which the child's end breaks off
+"""
+
+
 @pytest.mark.parametrize(
     ("load", "code", "said"),
     [
         ("raise UserError('no such model', 'model')", 1, "qinfer.errors.UserError: no such model"),
         ("raise ZeroDivisionError('a bug')", 1, "in load\n"),
-        ("os._exit(7)", 1, "RuntimeError: loading the model has ended its process (exit code 7)"),
+        ("os._exit(7)", 1, "EngineDeadError: loading the model has ended its process (exit code 7)\n"),
+        ("os.kill(os.getpid(), 9)", 1, "(signal 9), as happens where memory runs out: `qinfer plan`"),
+        ("raise Odd(1, 2)", 1, "RuntimeError: Odd: odd 1 2\n"),
     ],
 )
 def test_what_loading_raises_is_raised(start, load, code, said):
-    imports = "import os\nfrom qinfer.errors import UserError\nfrom qinfer.server.run import serve\n"
-    process = start("-c", f"{imports}def load():\n    {load}\nserve(load, port=0)")
+    process = start("-c", LOAD.format(load))
     assert process.exit_code() == code
     assert said in "".join(process.said)
 
@@ -152,7 +169,7 @@ def test_503_while_loading_and_the_socket_lives_on():
             silent = socket.create_connection(listener.getsockname())
             silent.close()
             for answer in (
-                httpx.get(f"{url}/health"),
+                httpx.get(f"{url}/health", timeout=60),
                 httpx.post(f"{url}/v1/completions", json={"prompt": "a"}),
             ):
                 assert answer.status_code == 503
