@@ -15,9 +15,9 @@ import pickle
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import count
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -73,9 +73,8 @@ class EngineProcess:
         self._hearing = threading.Thread(target=self._hear, name="qinfer-hearing", daemon=True)
         self._sending = threading.Thread(target=self._write, name="qinfer-sending", daemon=True)
 
-    @contextmanager
-    def while_it_loads(self) -> Iterator[None]:
-        """What is done within, on the main thread, is broken off where the child ends; `wait` says why."""
+    def while_it_loads(self, work: Callable[[], object]) -> None:
+        """Does something meanwhile, on the main thread; broken off where the child ends: `wait` says why."""
 
         def look(*_: object) -> None:
             if not self._process.is_alive():
@@ -86,7 +85,7 @@ class EngineProcess:
             try:
                 signal.signal(signal.SIGCHLD, look)
                 look()  # it may have ended before
-                yield
+                work()
             finally:
                 signal.signal(signal.SIGCHLD, before)
 

@@ -60,8 +60,7 @@ def serve(
         process = EngineProcess(load, listener)
         try:
             with LoadingAnswers(listener):
-                with process.while_it_loads():
-                    meanwhile()
+                process.while_it_loads(meanwhile)
                 process.wait()
             _serve_by(process, options, listener, on_ready or _say_where)
         finally:
