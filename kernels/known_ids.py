@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> Tensor:
-    """token_ids [T] int64, and in place of negative ones what is in last [L] at the token's lane [T] -> [T].
+def put_known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> None:
+    """Writes what is in last [L] at a token's lane [T] over the negative ones of token_ids [T] int64.
 
     What is negative there too (the row it was sampled from held NaN) becomes 0: the sequence has ended.
     """
-    return torch.where(token_ids < 0, last[lanes].clamp(min=0), token_ids)
+    token_ids.copy_(torch.where(token_ids < 0, last[lanes].clamp(min=0), token_ids))

@@ -168,10 +168,10 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs) -> Tensor:
-        """A step's tensors -> hidden states after the final norm [T, H]."""
-        token_ids = ops.known_ids(inputs.token_ids, self._last, inputs.lanes)
+        """A step's tensors -> hidden states after the final norm [T, H]; unknown tokens are written in."""
+        ops.put_known_ids(inputs.token_ids, self._last, inputs.lanes)
         attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
-        return self.decoder.forward(token_ids, inputs.positions, attend)
+        return self.decoder.forward(inputs.token_ids, inputs.positions, attend)
 
     @torch.inference_mode()
     def choose(self, hidden: Tensor, inputs: StepInputs, *, limited: bool = False) -> Tensor:

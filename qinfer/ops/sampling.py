@@ -62,14 +62,19 @@ def sample(
     return _fused_sampling.sample(logits, uniform, temperature, top_k, top_p, min_p)
 
 
-def known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> Tensor:
-    """token_ids [T] int64, and in place of negative ones what is in last [L] at the token's lane [T] -> [T].
+def put_known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> None:
+    """Writes what is in last [L] at a token's lane [T] over the negative ones of token_ids [T] int64.
 
     What is negative there too becomes 0.
     """
     if token_ids.is_cuda:
-        return backend.run(_known_ids.known_ids, token_ids, last, lanes)
-    return _known_ids.known_ids(token_ids, last, lanes)
+        return backend.run_in_place(_copied_ids, _known_ids.put_known_ids, token_ids, last, lanes)
+    _known_ids.put_known_ids(token_ids, last, lanes)
+
+
+def _copied_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> backend.Rehearsal:
+    copy = token_ids.clone()
+    return backend.Rehearsal((copy, last, lanes), copy, lambda: token_ids)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

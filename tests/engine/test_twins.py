@@ -109,7 +109,7 @@ EXPECTED = {
 ALWAYS = {
     "greedy",
     "group_rows",
-    "known_ids",
+    "put_known_ids",
     "rope_angles",
     "qkv_post",
     "paged_attention",
