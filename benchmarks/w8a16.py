@@ -39,7 +39,12 @@ PRODUCTS = {
     4096: MANY,
 }
 QUARTERS = {8: (3, 4), 16: (3, 4), 32: (2, 3), 64: (1,)}  # stages of the kernel by quarters
-STAGES = {16: 6, 32: 5, 64: 4, 128: 3}  # of the kernel with one task per warp
+BY_WARPS = {  # BM, BN and stages of the kernel with one task per warp
+    16: ((16, 256, 6), (32, 128, 5)),
+    32: ((32, 256, 5), (32, 128, 5)),
+    64: ((64, 256, 4), (64, 128, 4)),
+    128: ((128, 256, 3), (128, 192, 3), (128, 128, 4)),
+}
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
@@ -53,9 +58,9 @@ def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
                     yield shape | {"SPLITS": s, "EARLY": early, "AHEAD": ahead}
     for stages in QUARTERS.get(m, ()):
         yield {"QUARTERS": 1, "BM": m, "STAGES": stages, "EARLY": 1}
-    if 8 < m <= 128:
-        shape = {"BY_WARPS": 1, "BM": m, "BN": 256, "STAGES": STAGES[m]}
-        tiles = -(-n // 256)
+    for bm, bn, stages in BY_WARPS.get(min(m, 128), ()):
+        shape = {"BY_WARPS": 1, "BM": bm, "BN": bn, "STAGES": stages}
+        tiles = -(-m // bm) * -(-n // bn)
         for s in [1] if tiles > 66 else [s for s in range(2, 9) if 66 < tiles * s <= 132]:
             for early in (1, 2):
                 yield shape | {"SPLITS": s, "EARLY": early}

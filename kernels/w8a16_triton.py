@@ -37,7 +37,7 @@ from qinfer.kernels.split_k_triton import (
 from qinfer.kernels.tiles import Declined, Tile, tile
 from qinfer.kernels.w4a16_unpack_triton import pairs_first
 from qinfer.kernels.w8a16_quarters_triton import launch_by_quarters, variant_by_quarters
-from qinfer.kernels.w8a16_warps_triton import by_warps
+from qinfer.kernels.w8a16_warps_triton import block_rows, by_warps, registers_of
 from qinfer.kernels.w8a16_widen_triton import WIDE, widened, widened_tile
 from qinfer.kernels.warps_triton import descriptor, descriptor_type
 
@@ -92,9 +92,9 @@ def run(
     options = options_of(entry, None if lead else bias, x.is_cuda, fp8)
     given = (weight_scale, weight_scale if bias is None else bias, out)
     if "BY_WARPS" in entry:
-        codes = descriptor(weight.view(-1, 32), [entry["BN"], 32])
+        codes = descriptor(weight.view(-1, 32), [block_rows(entry["BN"]), 32])
         tokens = descriptor(x, [entry["BM"], 128])
-        by_warps[(tiles, splits)](tokens, codes, *given, m, n, weight.shape[0], num_warps=4, **options)
+        by_warps[(tiles, splits)](tokens, codes, *given, m, n, weight.shape[0], **options)
     else:
         few = entry["BM"] == 8
         rows = x if few else TensorDescriptor.from_tensor(x, [entry["BM"], min(entry["BK"], 128)])
@@ -108,6 +108,8 @@ def run(
 def options_of(entry: Tile, bias: Tensor | None, on_gpu: bool, fp8: bool) -> dict[str, Any]:
     """A table's entry as constants and launch options of its kernel."""
     options = launch_options(entry, bias, on_gpu, FP8=fp8)
+    if "BY_WARPS" in entry:
+        options |= {"num_warps": 4, **registers_of(entry["BM"], entry["BN"])}
     return {name: value for name, value in options.items() if name not in ("SPLITS", "BY_WARPS")}
 
 
@@ -151,8 +153,8 @@ def _variant(op: str, dtype: str, entry: dict[str, Any]) -> Variant:
     types["out"] = "*fp32" if entry["SPLITS"] > 1 else f"*{dtype}"
     options = options_of(entry, None, True, op == "w8a16_fp8")
     if warps:
-        types["x"], types["w"] = descriptor_type(dtype, [entry["BM"], 128]), descriptor_type("i32", [256, 32])
-        options["num_warps"] = 4
+        types["x"] = descriptor_type(dtype, [entry["BM"], 128])
+        types["w"] = descriptor_type("i32", [block_rows(entry["BN"]), 32])
     else:
         options |= {"EVEN": True, "WIDE": tl.bfloat16 if dtype == "bf16" else tl.float16, "ASM": True}
     constants = {name: value for name, value in options.items() if name in kernel.arg_names}

@@ -44,9 +44,12 @@ def _place(M, steps, BM: gl.constexpr, BN: gl.constexpr):
 
 
 @gluon.jit
-def _copy_weight(step, stage, low, w, ws, ready, N, row, NUM_BYTES: gl.constexpr):
+def _copy_weight(step, stage, low, w, ws, ready, N, row, NUM_BYTES: gl.constexpr, BN: gl.constexpr):
+    BLOCK: gl.constexpr = ws.shape[1]
     mbarrier.expect(ready.index(stage), NUM_BYTES)
-    copy_in(w, [(low + step) * N + row, 0], ready.index(stage), ws.index(stage))
+    for i in gl.static_range(BN // BLOCK):
+        at = (low + step) * N + row + i * BLOCK
+        copy_in(w, [at, 0], ready.index(stage), ws.index(stage * (BN // BLOCK) + i))
 
 
 @gluon.jit
@@ -59,7 +62,7 @@ def _copy(x, w, xs, ws, ready, empty, M, N, steps, BM: gl.constexpr, BN: gl.cons
           EARLY: gl.constexpr):  # fmt: skip
     NUM_BYTES: gl.constexpr = BN * 128 + BM * 256
     token, row, low, high = _place(M, steps, BM, BN)
-    fill_buffers(_copy_weight, (low, w, ws, ready, N, row, NUM_BYTES), _copy_tokens,
+    fill_buffers(_copy_weight, (low, w, ws, ready, N, row, NUM_BYTES, BN), _copy_tokens,
                  (low, x, xs, ready, token), empty, high - low, STAGES, EARLY)  # fmt: skip
 
 
@@ -98,6 +101,7 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl
               out, M, N, steps):  # fmt: skip
     """A multiplying group: rows PART * 64.. of its program's tile."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
+    BLOCK: gl.constexpr = ws.shape[1]
     FACTOR: gl.constexpr = 256.0 if FP8 and xs.dtype == gl.float16 else 1.0
     token, row, low, high = _place(M, steps, BM, BN)
     row += PART * 64
@@ -108,7 +112,8 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl
     for i in range(high - low):
         stage = i % STAGES
         mbarrier.wait(ready.index(stage), i // STAGES & 1)
-        words = ws.index(stage).slice(PART * 64, 64).load(WORDS)
+        block = ws.index(stage * (BN // BLOCK) + PART * 64 // BLOCK)
+        words = block.slice(PART * 64 % BLOCK, 64).load(WORDS)
         if BM < 128:
             acc = _add(acc, words, xs.index(stage), FP8)
         else:  # by halves, which need fewer registers
@@ -129,14 +134,17 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl
 
 @gluon.jit(do_not_specialize=["M", "steps"])
 def by_warps(x, w, scale, bias, out, M, N, steps, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
-             BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """As `product` in w8a16_triton.py, with its grid; BN is 256.
+             BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr,
+             REGISTERS: gl.constexpr):  # fmt: skip
+    """As `product` in w8a16_triton.py, with its grid; BN is 128, 192 or 256: 64 rows for a multiplying group.
 
-    x [M, K] in blocks of [BM, 128] and the words as int32 [rows, 32] in blocks of [BN, 32]: descriptors.
+    x [M, K] in blocks of [BM, 128] and the words as int32 [rows, 32] in blocks of
+    [block_rows(BN), 32]: descriptors. REGISTERS: of a thread that multiplies.
     """
-    gl.static_assert(BN == 256)
+    BLOCKS: gl.constexpr = BN // w.block_shape[0]
+    SKIP: gl.constexpr = 4 - BN // 64  # of the groups below: a tile of 256 rows has them all
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
-    ws = gl.allocate_shared_memory(gl.int32, [STAGES, BN, 32], w.layout)
+    ws = gl.allocate_shared_memory(gl.int32, [STAGES * BLOCKS, w.block_shape[0], 32], w.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -146,12 +154,27 @@ def by_warps(x, w, scale, bias, out, M, N, steps, BM: gl.constexpr, BN: gl.const
     given = (xs, ws, ready, empty, scale, bias, out, M, N, steps)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(1), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(2), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(3), BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (0 - SKIP, BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (1 - SKIP, BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (2 - SKIP, BM, BN, STAGES, BIAS, FP8, EARLY) + given),
+            (_multiply, (3 - SKIP, BM, BN, STAGES, BIAS, FP8, EARLY) + given),
             (_copy, (x, w, xs, ws, ready, empty, M, N, steps, BM, BN, STAGES, EARLY)),
-        ],
-        [4, 4, 4, 1],
-        [112, 112, 112, 24],
+        ][SKIP:],
+        [4, 4, 4, 1][SKIP:],
+        [REGISTERS, REGISTERS, REGISTERS, 24][SKIP:],
     )
+
+
+def block_rows(bn: int) -> int:
+    """Rows of weight that are copied at once: a power of two, as shared memory's blocks are."""
+    return 256 if bn == 256 else 64
+
+
+def registers_of(bm: int, bn: int) -> dict[str, int | None]:
+    """Registers for `by_warps` with these tiles: what a thread has that multiplies, and one at the start.
+
+    Small tiles leave most registers of a multiprocessor to the next kernel, which may start meanwhile.
+    """
+    if bn == 128 and bm < 128:
+        return {"REGISTERS": 104, "maxnreg": 80}
+    return {"REGISTERS": {128: 160, 192: 144, 256: 112}[bn], "maxnreg": None}

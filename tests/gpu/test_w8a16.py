@@ -71,7 +71,11 @@ def test_products(kind, dtype, n, k):
 
 FEW = [{"BM": 8, "BN": 64, "BK": bk, "num_warps": 2, "num_stages": 4} for bk in (128, 256)]
 BY_WARPS = [
-    {"BY_WARPS": 1, "BM": bm, "BN": 256, "STAGES": s} for bm, s in ((16, 6), (32, 5), (64, 4), (128, 3))
+    {"BY_WARPS": 1, "BM": bm, "BN": bn, "STAGES": stages}
+    for bm, bn, stages in (
+        *((16, 256, 6), (32, 256, 5), (64, 256, 4), (128, 256, 3)),
+        *((32, 128, 5), (64, 128, 4), (128, 128, 4), (128, 192, 3)),
+    )
 ]
 
 
