@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import h11
 
-from qinfer.server.chunking import ChunkingH11
 from qinfer.server.errors import Failure
+from qinfer.server.patience import PatientH11
 
 
-class JsonH11(ChunkingH11):
-    """uvicorn's HTTP/1.1, whose 400 is one of ours, and whose streams cost less."""
+class JsonH11(PatientH11):
+    """uvicorn's HTTP/1.1, whose 400 is one of ours, whose streams cost less, and whose patience ends."""
 
     def send_400_response(self, msg: str) -> None:
         """Answers where no answer has begun yet, and closes the connection."""

@@ -25,6 +25,7 @@ from qinfer.async_llm import AsyncLLM
 from qinfer.engine_process import EngineProcess
 from qinfer.model_card import ModelCard
 from qinfer.server.app import build_app
+from qinfer.server.connections import LoopErrors, raise_file_limit
 from qinfer.server.door import Door
 from qinfer.server.ending import GRACE, Ending, leave
 from qinfer.server.options import ServerOptions
@@ -56,6 +57,7 @@ def serve(
     signal during loading raises SystemExit(0), the engine's death SystemExit(1).
     """
     options = options or ServerOptions()
+    raise_file_limit()
     with _ending_on_signals(), contextlib.closing(listen(host, port)) as listener:
         process = EngineProcess(load, listener)
         try:
@@ -130,6 +132,7 @@ async def _serve(
     on_ready: Callable[[str, ModelCard], None],
 ) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(LoopErrors())
     for number in SIGNALS:
         loop.add_signal_handler(number, ending.on_signal)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))

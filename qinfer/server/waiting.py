@@ -31,6 +31,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}: {error.strerror or error}", "host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart at once after a stop
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited: peers gone for hours
         listener.bind(address)
         listener.listen(_BACKLOG)
     except OSError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 from pathlib import Path
@@ -145,6 +146,60 @@ def test_what_loading_raises_is_raised(start, load, code, said):
     process = start("-c", LOAD.format(load))
     assert process.exit_code() == code
     assert said in "".join(process.said)
+
+
+CLOSED = """
+import os, sys
+os.closerange(0, 3)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_a_server_started_without_standard_streams_serves_and_ends_with_zero(model_dir, start):
+    with socket.socket() as kept:  # bound only: the port is the server's to listen on, and nobody else's
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        port = kept.getsockname()[1]
+        process = start("-c", CLOSED, "-m", "qinfer", "serve", str(model_dir), "--port", str(port))
+        answers: list[httpx.Response] = []
+
+        def is_ready() -> bool:
+            with contextlib.suppress(httpx.TransportError):
+                answers.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=60))
+            return process.popen.poll() is not None or bool(answers and answers[-1].status_code == 200)
+
+        wait_until(is_ready)
+        (child,) = process.children()
+        for pid in (process.popen.pid, child):
+            streams = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+            assert streams == [os.devnull] * 3
+        body = {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True}
+        answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
+        assert answer.json()["usage"]["completion_tokens"] == 3
+        process.send(signal.SIGTERM)
+        assert process.exit_code() == 0
+
+
+FEW_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def test_connections_beyond_the_limit_on_files_wait_and_are_told_in_a_line(start):
+    process = start("-c", FEW_FILES, str(Path(__file__).with_name("stub_server.py")), "{}", "unused")
+    url = process.url()
+    address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
+    with contextlib.ExitStack() as clients:
+        for _ in range(100):
+            clients.enter_context(socket.create_connection(address))
+        process.wait_for("connections wait: Too many open files (at most 64 files")
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": [97], "max_tokens": 3}, timeout=None)
+    assert answer.json()["choices"][0]["text"] == "xxx"
+    process.send(signal.SIGTERM)
+    assert process.exit_code() == 0
+    assert "socket.accept()" not in "".join(process.said)
 
 
 def test_a_taken_port_is_one_line_before_loading():
