@@ -47,7 +47,7 @@ def compile_kernels(runner: Runner) -> None:
             runner.buffers = None
         for plan in plans(runner.limits):
             ids = {chunk.seq_id: [0] * chunk.stop for chunk in plan.chunks}
-            out = runner.run(plan, ids)
+            out = runner.run(plan, ids, keep=frozenset({0}))  # so all rows go through the last layer
             _ask_for_tokens(out.logits)
             if runner.decoder.dtype != out.logits.dtype:
                 ops.greedy(out.logits.to(runner.decoder.dtype))

@@ -75,15 +75,20 @@ class Decoder:
         full = self._rotary(positions, dtype)
         return Rope(full, self._local_rotary(positions, dtype) if self._local_rotary else full)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """token_ids and positions [T] -> hidden states after the final norm [T, H]."""
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """token_ids and positions [T] -> hidden states after the final norm [T, H], or only of `rows`.
+
+        Of the last layer nobody needs the other tokens but their keys and values.
+        """
         config = self.config
         x: ops.Product | None = None
         hidden = self.embed(token_ids)
         rope = self.rope(positions)
-        for layer in self.layers:
+        for layer in self.layers[:-1]:
             x, hidden = layer.step(x, hidden, rope, attend)
-        assert x is not None
+        x, hidden = self.layers[-1].step(x, hidden, rope, attend, rows=rows)
         if isinstance(x, Tensor):
             x, hidden = x.to(self.dtype), hidden.to(self.dtype)  # float32, where one token ran by rows
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier

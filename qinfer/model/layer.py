@@ -82,11 +82,18 @@ class Layer:
         return total.to(before)
 
     def step(
-        self, x: ops.Product | None, hidden: Tensor, rope: Rope, attend: Attend, tap: Tap | None = None
+        self,
+        x: ops.Product | None,
+        hidden: Tensor,
+        rope: Rope,
+        attend: Attend,
+        tap: Tap | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[ops.Product, Tensor]:
         """The layer from norm to norm: takes what the last layer left to add to the stream, leaves its own.
 
-        So each addition and the norm of the sum are one op. x (None: nothing) and hidden [T, H].
+        So each addition and the norm of the sum are one op. x (None: nothing) and hidden [T, H]. All tokens
+        are attended to, but what comes after attention is only done for those in `rows`, None: all.
         """
         config = self.config
         eps, offset, multiplier = config.rms_norm_eps, config.norm_offset, config.residual_multiplier
@@ -99,7 +106,8 @@ class Layer:
             normed, hidden = ops.add_rms_norm_to(
                 qkv_codes, x, hidden, self.input_norm, eps, offset=offset, multiplier=multiplier, wide=wide
             )
-        x = self.attention(normed, rope, attend, tap)
+        x = self.attention(normed, rope, attend, tap, rows)
+        hidden = hidden if rows is None else hidden[rows]
         if self.attention_out_norm is not None:
             x = ops.rms_norm(x, self.attention_out_norm, eps, offset=offset)
         normed, hidden = ops.add_rms_norm_to(

@@ -54,8 +54,15 @@ class Attention:
             q_norm, k_norm = norms["self_attn.q_norm.weight"], norms["self_attn.k_norm.weight"]
             self.head_norms = ops.HeadNorms(q_norm, k_norm, config.rms_norm_eps, config.norm_offset)
 
-    def __call__(self, x: ops.Activations, rope: Rope, attend: Attend, tap: Tap | None = None) -> ops.Product:
-        """x [T, H], normed -> [T, H]; a tap needs x as numbers, not as codes."""
+    def __call__(
+        self,
+        x: ops.Activations,
+        rope: Rope,
+        attend: Attend,
+        tap: Tap | None = None,
+        rows: Tensor | None = None,
+    ) -> ops.Product:
+        """x [T, H], normed -> [T, H], or only its `rows`; a tap needs x as numbers, not as codes."""
         config = self.config
         if tap is not None:
             assert isinstance(x, Tensor)
@@ -77,6 +84,8 @@ class Attention:
             window=self.window,
             softcap=config.attention_softcap,
         ).flatten(1)
+        if rows is not None:
+            context = context[rows]
         if tap is not None:
             tap("o", context)
         return self.o.summand(context)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qinfer import backend
 from qinfer.checkpoint.compressed_tensors import quantization_config
+from qinfer.engine.plan import Chunk, StepPlan
 from qinfer.llm import LLM
 from qinfer.quant import scheme_by_name
 from qinfer.sampling_params import SamplingParams
@@ -114,6 +115,22 @@ def test_logits_of_every_scheme_and_cache(scheme: str, kv: str, folders: Any, ch
     assert error_ratio(theirs, exact) < 0.12
     if not scheme.startswith("w8a8"):
         assert error_ratio(ours, theirs) < 3e-2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_last_layer_of_sampled_rows_alone(scheme: str, folders: Any, choose: Any) -> None:
+    """A long step computes them alone unless hidden states are kept; only the order of sums may differ."""
+    llm = LLM(
+        str(folders("qwen2", "bfloat16", scheme)),
+        **{**SMALL, "max_num_batched_tokens": 256, "block_size": 16},
+    )
+    chunks = Chunk(0, 0, 90, sample=True, lane=0), Chunk(1, 0, 60, sample=True, lane=1)
+    plan = StepPlan(chunks, {0: range(1, 7), 1: range(11, 17)})
+    ids = {0: IDS[:90], 1: IDS[30:90]}
+    alone = llm.engine.runner.run(plan, ids)
+    whole = llm.engine.runner.run(plan, ids, frozenset({1}))
+    assert list(whole.hidden) == [1]
+    assert error_ratio(alone.logits, whole.logits) < 3e-2
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,17 @@ def test_sequences_of_a_batch_do_not_meet(tmp_path: Path) -> None:
         assert error_ratio(decoder.forward(sequence, positions, CausalAttention()), hidden) < 1e-6
 
 
+@pytest.mark.parametrize("family", ["gemma3", "qwen2", "mixtral", "phi3"])
+def test_some_rows_alone_are_those_of_all(family: str, tmp_path: Path) -> None:
+    decoder = load_decoder(open_checkpoint(tiny_model(family, tmp_path)))
+    token_ids = torch.randint(0, 384, (40,), generator=torch.Generator().manual_seed(0))
+    positions, rows = torch.arange(20).repeat(2), torch.tensor([39, 4, 19])
+    whole = decoder.forward(token_ids, positions, CausalAttention(2))
+    some = decoder.forward(token_ids, positions, CausalAttention(2), rows)
+    assert some.shape == (3, whole.shape[1])
+    assert error_ratio(some, whole[rows]) < 1e-6
+
+
 @pytest.mark.parametrize("family", ["gemma3", "phi3"])
 def test_taps_hand_out_what_each_group_of_linears_sees(family: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model(family, tmp_path))
