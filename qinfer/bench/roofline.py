@@ -1,8 +1,9 @@
 """The least time that a machine could take for the same work, by what it moves and what it multiplies.
 
 Prompts multiply: each token costs two operations for every weight of the layers, and four for every number
-of the keys it attends to. Answers move memory: each step reads all weights once, whatever the batch, and
-each sequence reads the keys and values of what came before. So
+of the keys it attends to; of the last layer all but a prompt's last token need keys and values only. Answers
+move memory: each step reads all weights once, whatever the batch, and each sequence reads the keys and values
+of what came before. So
 
     prefill = max(operations / rate, bytes / bandwidth)        steps of max_num_batched_tokens
     decode  = max(operations / rate, bytes / bandwidth)        steps of max_num_seqs sequences
@@ -14,9 +15,10 @@ are measured in the same run (machine.py), not taken from a data sheet.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
-from qinfer.checkpoint.names import layer_modules, linear_shape
+from qinfer.checkpoint.names import layer_groups, layer_modules, linear_shape
 from qinfer.config import ModelConfig
 from qinfer.engine.footprint import ITEM_BYTES, kv_bytes_per_token
 
@@ -50,16 +52,24 @@ class Costs(NamedTuple):
     token_bytes: int  # keys and values of one token, all layers
     token_ops: int  # products of the layers
     head_ops: int  # the product that makes logits
+    last_ops: int = 0  # of token_ops those after the last layer's attention
 
     @classmethod
     def of(cls, config: ModelConfig, weight_bytes: int, kv_cache_dtype: str) -> Costs:
         """`weight_bytes`: of all tensors; an embedding that is not also the head is only looked up."""
         table = config.vocab_size * config.hidden_size
         looked_up = 0 if config.tie_word_embeddings else table * ITEM_BYTES[config.dtype]
-        shapes = (linear_shape(config, module) for module in layer_modules(config))
-        weights = config.num_layers * sum(rows * columns for rows, columns in shapes)
-        token_bytes = kv_bytes_per_token(config, kv_cache_dtype)
-        return cls(config, weight_bytes - looked_up, token_bytes, 2 * weights, 2 * table)
+        weights = {module: prod(linear_shape(config, module)) for module in layer_modules(config)}
+        layer = sum(weights.values())
+        before = sum(weights[module] for module in layer_groups(config)[0].modules)  # queries, keys, values
+        return cls(
+            config,
+            step_bytes=weight_bytes - looked_up,
+            token_bytes=kv_bytes_per_token(config, kv_cache_dtype),
+            token_ops=2 * config.num_layers * layer,
+            head_ops=2 * table,
+            last_ops=2 * (layer - before),
+        )
 
     def with_int8_head(self) -> Costs:
         """The same with a head that was quantized while loading, a scale for each of its rows."""
@@ -111,6 +121,7 @@ def _prefill(costs: Costs, work: Sequence[Work], max_num_batched_tokens: int) ->
     steps = -(-computed // max_num_batched_tokens)
     written = computed * costs.token_bytes
     operations = computed * costs.token_ops + len(work) * costs.head_ops + costs.attention_ops(pairs)
+    operations -= (computed - len(work)) * costs.last_ops
     return steps * costs.step_bytes + written, operations
 
 

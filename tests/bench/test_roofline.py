@@ -29,6 +29,9 @@ def test_by_hand():
     assert bound.prefill_seconds == 8 * 500 + 2 * 70 + pair * (15 + 6)
     assert bound.decode_seconds == 4 * (500 + 70) + pair * (6 + 7 + 8 + 4)
     assert bound.seconds == bound.operations
+    costs = costs._replace(last_ops=200)  # which six of the eight tokens do without
+    bound = roofline(costs, machine, [Work(5, 4), Work(3, 2)], max_num_seqs=2, max_num_batched_tokens=4)
+    assert bound.prefill_seconds == 8 * 500 - 6 * 200 + 2 * 70 + pair * (15 + 6)
 
 
 def test_cached_tokens_and_more_answers():
@@ -68,7 +71,8 @@ def test_llama_at_the_usual_setting(weights, layer_bytes, kv_cache_dtype, token_
     bound = roofline(costs, Machine("", 4.3e12, rate), [Work(512, 256)] * 1000, 256, 8192)
     layers, head = 6.98e9, 0.525e9
     pairs = 4 * 32 * 32 * 128  # operations for one key
-    prefill = 1000 * (512 * 2 * layers + pairs * 512**2 / 2) / rate
+    last = 4096 * 4096 + 3 * 4096 * 14336  # weights after the last attention
+    prefill = 1000 * (512 * 2 * layers - 511 * 2 * last + pairs * 512**2 / 2) / rate
     steps, context = 1000 * 255 / 256, 255_000 * (512 + 128)
     decode = (steps * (layers * layer_bytes + head * 2) + context * token_bytes) / 4.3e12
     assert bound.prefill_seconds == pytest.approx(prefill, rel=0.01)
