@@ -58,6 +58,8 @@ def candidates(m: int, n: int, k: int) -> Iterator[Entry]:
                     yield shape | {"SPLITS": s, "EARLY": early, "AHEAD": ahead}
     for stages in QUARTERS.get(m, ()):
         yield {"QUARTERS": 1, "BM": m, "STAGES": stages, "EARLY": 1}
+    if m in (64, 128):
+        yield {"QUARTERS": 1, "GROUPS": 2, "BM": 64, "STAGES": 3, "EARLY": 1}
     for bm, bn, stages in BY_WARPS.get(min(m, 128), ()):
         shape = {"BY_WARPS": 1, "BM": bm, "BN": bn, "STAGES": stages}
         tiles = -(-m // bm) * -(-n // bn)

@@ -6,6 +6,8 @@ programs, sums must go through memory, and a second kernel adds them, which take
 that is short. Here all inputs of a tile stay in one program: of four neighbouring steps each group of four
 warps multiplies one, and in the end three groups leave their sums in shared memory for the first. Fewer
 multiprocessors have work, but a few are enough to keep the memory busy.
+
+With 8-bit weights there are halves too, for 64 tokens, whose buffers leave room for three stages then.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ OPTIONS = {"num_warps": 4, "launch_pdl": True}
 
 
 @gluon.jit
-def barriers(STAGES: gl.constexpr):
+def barriers(STAGES: gl.constexpr, GROUPS: gl.constexpr):
     """Of each buffer, whether it is ready and whether it is empty; and whether all sums are there."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -43,21 +45,26 @@ def barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def copy_tokens(step, stage, x, xs, ready, token):
-    """The tokens of four steps of 128 inputs; what lies beyond the last input is zero."""
+    """The tokens of a step of 128 inputs for each group; what lies beyond the last input is zero."""
+    GROUPS: gl.constexpr = xs.shape[0] // ready.shape[0]
     for i in gl.static_range(GROUPS):
         copy_in(x, [token, (step * GROUPS + i) * 128], ready.index(stage), xs.index(stage * GROUPS + i))
 
 
 @gluon.jit
 def meet(PART: gl.constexpr, acc, sums, done, out, token, row, M, N):
-    """The sum of the groups' acc [64, tokens], in their order, to out [token :, row :], [M, N]."""
+    """The sum of the groups' acc [64, tokens], in their order, to out [token :, row :], [M, N].
+
+    sums: room for all of them but the first's.
+    """
+    OTHERS: gl.constexpr = sums.shape[0]
     if PART > 0:
         sums.index(PART - 1).store(acc)
         group_barrier()  # all four warps have left theirs
         mbarrier.arrive(done.index(0))
     else:
         mbarrier.wait(done.index(0), 0)
-        for i in gl.static_range(GROUPS - 1):
+        for i in gl.static_range(OTHERS):
             acc += sums.index(i).load(acc.type.layout)
         store_tile(acc.to(out.dtype.element_ty), out, token, row, M, N)
 

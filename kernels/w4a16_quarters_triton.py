@@ -101,7 +101,7 @@ def by_quarters(x, words, scale_zero, out, M, N, tiles, blocks, BM: gl.constexpr
     ss = gl.allocate_shared_memory(gl.int32, [STAGES, GROUPS, 64], scale_zero.layout)
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [GROUPS - 1, 64, BM], LINES)
-    ready, empty, done = barriers(STAGES)
+    ready, empty, done = barriers(STAGES, GROUPS)
     row = gl.program_id(0) // blocks * 64
     token = gl.program_id(0) % blocks * BM
     given = (xs, ws, ss, ready, empty, done, sums, out, M, N, row, token, tiles)

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # ruff: noqa: RUF005  tuples of a kernel can be added up but not unpacked
-"""The product with 8-bit weights for up to 64 tokens and weights of few rows (see quarters_triton.py)."""
+"""The product with 8-bit weights for up to 128 tokens and weights of few rows (see quarters_triton.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WORDS_BLOCK = [8, 256]
 
 
 @gluon.jit
-def _copy_weight(step, stage, words, ws, ready, row, N, NUM_BYTES: gl.constexpr):
+def _copy_weight(step, stage, words, ws, ready, row, N, NUM_BYTES: gl.constexpr, GROUPS: gl.constexpr):
     mbarrier.expect(ready.index(stage), NUM_BYTES)
     for i in gl.static_range(GROUPS):
         at = ((step * GROUPS + i) * N + row) // 8
@@ -50,17 +50,18 @@ def _copy_weight(step, stage, words, ws, ready, row, N, NUM_BYTES: gl.constexpr)
 
 
 @gluon.jit
-def _copy(x, words, xs, ws, ready, empty, row, token, panels, N, BM: gl.constexpr, STAGES: gl.constexpr):
+def _copy(x, words, xs, ws, ready, empty, row, token, panels, N, BM: gl.constexpr, STAGES: gl.constexpr,
+          GROUPS: gl.constexpr):  # fmt: skip
     NUM_BYTES: gl.constexpr = (64 * 128 + BM * 256) * GROUPS
-    fill_buffers(_copy_weight, (words, ws, ready, row, N, NUM_BYTES), copy_tokens, (x, xs, ready, token),
-                 empty, gl.cdiv(panels, GROUPS), STAGES, True)  # fmt: skip
+    fill_buffers(_copy_weight, (words, ws, ready, row, N, NUM_BYTES, GROUPS), copy_tokens,
+                 (x, xs, ready, token), empty, gl.cdiv(panels, GROUPS), STAGES, True)  # fmt: skip
 
 
 @gluon.jit
-def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr,
-              FP8: gl.constexpr, EARLY: gl.constexpr, xs, ws, ready, empty, done, sums, scale, bias, out,
-              M, N, row, token, panels):  # fmt: skip
-    """A multiplying group: of every four steps the one with its number."""
+def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr,
+              BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr, xs, ws, ready, empty, done, sums,
+              scale, bias, out, M, N, row, token, panels):  # fmt: skip
+    """A multiplying group: of every GROUPS steps the one with its number."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     FACTOR: gl.constexpr = 256.0 if FP8 and xs.dtype == gl.float16 else 1.0
@@ -87,8 +88,9 @@ def _multiply(PART: gl.constexpr, BM: gl.constexpr, STAGES: gl.constexpr, BIAS: 
 
 @gluon.jit(do_not_specialize=["M", "panels", "blocks"])
 def by_quarters(x, words, scale, bias, out, M, N, panels, blocks, BM: gl.constexpr, STAGES: gl.constexpr,
-                BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
-    """One program: 64 rows of weight by BM tokens.
+                GROUPS: gl.constexpr, BIAS: gl.constexpr, FP8: gl.constexpr, EARLY: gl.constexpr,
+                REGISTERS: gl.constexpr):  # fmt: skip
+    """One program: 64 rows of weight by BM tokens. GROUPS: 4 or 2, with REGISTERS for a thread.
 
     x [M, K] in blocks of [BM, 128], the words [panels, N, 32] in flat blocks of [8, 256]: descriptors.
     """
@@ -96,20 +98,21 @@ def by_quarters(x, words, scale, bias, out, M, N, panels, blocks, BM: gl.constex
     ws = gl.allocate_shared_memory(gl.int32, [STAGES * GROUPS, 8, 256], words.layout)
     LINES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [GROUPS - 1, 64, BM], LINES)
-    ready, empty, done = barriers(STAGES)
+    ready, empty, done = barriers(STAGES, GROUPS)
+    SKIP: gl.constexpr = 4 - GROUPS
     row = gl.program_id(0) // blocks * 64
     token = gl.program_id(0) % blocks * BM
     given = (xs, ws, ready, empty, done, sums, scale, bias, out, M, N, row, token, panels)
     gl.warp_specialize(
         [
-            (_multiply, (gl.constexpr(0), BM, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(1), BM, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(2), BM, STAGES, BIAS, FP8, EARLY) + given),
-            (_multiply, (gl.constexpr(3), BM, STAGES, BIAS, FP8, EARLY) + given),
-            (_copy, (x, words, xs, ws, ready, empty, row, token, panels, N, BM, STAGES)),
-        ],
-        [4, 4, 4, 1],
-        [112, 112, 112, 24],
+            (_multiply, (0 - SKIP, BM, STAGES, GROUPS, BIAS, FP8, EARLY) + given),
+            (_multiply, (1 - SKIP, BM, STAGES, GROUPS, BIAS, FP8, EARLY) + given),
+            (_multiply, (2 - SKIP, BM, STAGES, GROUPS, BIAS, FP8, EARLY) + given),
+            (_multiply, (3 - SKIP, BM, STAGES, GROUPS, BIAS, FP8, EARLY) + given),
+            (_copy, (x, words, xs, ws, ready, empty, row, token, panels, N, BM, STAGES, GROUPS)),
+        ][SKIP:],
+        [4, 4, 4, 1][SKIP:],
+        [REGISTERS, REGISTERS, REGISTERS, 24][SKIP:],
     )
 
 
@@ -122,16 +125,28 @@ def launch_by_quarters(
     by_quarters[(programs,)](
         descriptor(x, [bm, 128]), flat_descriptor(words.view(-1, 256), WORDS_BLOCK), scale,
         scale if bias is None else bias, out, m, n, words.shape[0], blocks,
-        **_constants(entry, bias is not None, fp8), **OPTIONS,
+        **_constants(entry, bias is not None, fp8), **_options(entry),
     )  # fmt: skip
 
 
 def variant_by_quarters(op: str, entry: Tile, element: str) -> Variant:
     """As it compiles for activations of "bf16" or "fp16"."""
     types = {"words": flat_descriptor_type("i32", WORDS_BLOCK), "scale": "*fp32", "bias": "*fp32"}
-    return variant_of(op, by_quarters, entry, element, types, _constants(entry, False, op == "w8a16_fp8"))
+    constants = _constants(entry, False, op == "w8a16_fp8")
+    return variant_of(op, by_quarters, entry, element, types, constants)._replace(options=_options(entry))
 
 
 def _constants(entry: Tile, bias: bool, fp8: bool) -> dict[str, Any]:
     named = {name: entry[name] for name in ("BM", "STAGES", "EARLY")}
-    return {**named, "BIAS": bias, "FP8": fp8}
+    groups = _groups(entry)
+    registers = 112 if groups == 4 else 104
+    return {**named, "GROUPS": groups, "BIAS": bias, "FP8": fp8, "REGISTERS": registers}
+
+
+def _options(entry: Tile) -> dict[str, Any]:
+    """Two groups leave the next kernel half of the registers, as it may start meanwhile."""
+    return {**OPTIONS, "maxnreg": 80 if _groups(entry) == 2 else None}
+
+
+def _groups(entry: Tile) -> int:
+    return int(entry.get("GROUPS", GROUPS.value))

@@ -173,7 +173,7 @@ def block_rows(bn: int) -> int:
 def registers_of(bm: int, bn: int) -> dict[str, int | None]:
     """Registers for `by_warps` with these tiles: what a thread has that multiplies, and one at the start.
 
-    Small tiles leave most registers of a multiprocessor to the next kernel, which may start meanwhile.
+    Small tiles leave the next kernel half of the registers, as it may start meanwhile.
     """
     if bn == 128 and bm < 128:
         return {"REGISTERS": 104, "maxnreg": 80}

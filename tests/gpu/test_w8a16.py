@@ -100,13 +100,15 @@ def test_other_kernels(kind, dtype, tile):
 
 @kinds
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bm", "stages"), [(8, 3), (16, 4), (32, 3), (64, 1)])
-def test_by_quarters(kind, dtype, bm, stages):
+@pytest.mark.parametrize(
+    ("bm", "stages", "groups"), [(8, 3, 4), (16, 4, 4), (32, 3, 4), (64, 1, 4), (64, 3, 2)]
+)
+def test_by_quarters(kind, dtype, bm, stages, groups):
     """Rows, tokens and inputs that fill no tile and no four steps; fewer inputs than that; the same bits."""
     for n, k in ((272, 1928), (4096, 4096), (136, 128)):
         weight, scale = codes_of(kind, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3
         fragments = to_fragments(weight)
-        entry = {"QUARTERS": 1, "BM": bm, "STAGES": stages, "EARLY": 1}
+        entry = {"QUARTERS": 1, "GROUPS": groups, "BM": bm, "STAGES": stages, "EARLY": 1}
         for m in (1, bm - 1, 2 * bm + 1):
             x = torch.randn(m, k, device="cuda").to(dtype)
             product = (x.double() @ weight.double().T) * scale.double()
