@@ -20,7 +20,7 @@ from qinfer.audience import Audience, Observer
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_process import EngineProcess
 from qinfer.engine_thread import EngineThread, threads_left_to_the_engine
-from qinfer.errors import EngineDeadError
+from qinfer.errors import EngineDeadError, EngineSilentError
 from qinfer.intake import Intake
 from qinfer.live_request import Ask, LiveRequest
 from qinfer.llm_keywords import refuse
@@ -141,13 +141,20 @@ class AsyncLLM:
         """Whether requests are accepted."""
         return not self._audience.is_stopping and not self.errored
 
+    @property
+    def is_awake(self) -> bool:
+        """Whether the engine's process runs: one may live and yet be stopped or frozen."""
+        return self._seat.is_awake
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.tokenizer
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine has died or was stopped."""
+        """Raises EngineDeadError when the engine has died, was stopped, or gives no sign of life."""
         self._audience.check()
+        if not self.is_awake:
+            raise EngineSilentError("the engine's process gives no sign of life: is it stopped or frozen?")
 
     def require_room(self, num_sequences: int, num_tokens: int) -> None:
         """OverloadedError where the limits leave no room for that much now, UserError where never."""

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
@@ -25,6 +26,7 @@ from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard, card_of
 from qinfer.output_parts import Cutter
 from qinfer.outputs import RequestOutput
+from qinfer.pulse import start_beating
 
 if TYPE_CHECKING:
     from qinfer.engine.options import EngineStats
@@ -67,6 +69,7 @@ def run_engine(pipe: Connection, load: Callable[[], LLM], close: Sequence[Closab
     else:
         wishes.fulfil(EngineThread(llm.engine, tell), tell)
         tell.send(ready)
+        start_beating(partial(tell.send, ("beat",)))
         wishes.stopped.wait()
     try:
         sys.stderr.flush()

@@ -29,6 +29,7 @@ from qinfer.errors import EngineDeadError, EngineStoppedError
 from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard
 from qinfer.output_parts import Joiner, Part
+from qinfer.pulse import Pulse
 
 if TYPE_CHECKING:
     from qinfer.engine.engine import Engine
@@ -104,6 +105,7 @@ class EngineProcess:
             raise found
         assert isinstance(found, Ready)
         self.card, self.audience = found.card, Audience(found.stats)
+        self._pulse = Pulse()
         self._hearing.start()
         self._sending.start()
 
@@ -119,6 +121,11 @@ class EngineProcess:
         """The child."""
         assert self._process.pid is not None, "it was started"
         return self._process.pid
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether the child runs, as far as is known here."""
+        return self._pulse.is_felt
 
     def put(self, ask: Ask) -> None:
         """Hands a request over."""
@@ -181,10 +188,12 @@ class EngineProcess:
             "ended": self._ended,
             "died": self.audience.died,
             "answer": self._answer,
+            "beat": lambda: None,
         }
         try:
             while True:
                 kind, *content = pickle.loads(self._pipe.recv_bytes())
+                self._pulse.felt()
                 hear[kind](*content)
         except (EOFError, OSError):
             self._over()

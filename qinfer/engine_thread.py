@@ -77,6 +77,11 @@ class EngineThread:
         """This process."""
         return os.getpid()
 
+    @property
+    def is_awake(self) -> bool:
+        """As this process is."""
+        return True
+
     def put(self, ask: Ask) -> None:
         """Hands a request over."""
         self._commands.put(partial(self._add, ask))

@@ -61,6 +61,10 @@ class EngineStoppedError(EngineDeadError):
     """The engine was shut down on purpose; another server may answer."""
 
 
+class EngineSilentError(EngineDeadError):
+    """The engine's process does not run at present: stopped, frozen or starved; it may come back."""
+
+
 class OverloadedError(QinferError):
     """The engine has too much to do; the same request may be let in later. `reason` says what is full."""
 

@@ -83,7 +83,7 @@ class Stats(BaseModel):
 
     time: float
     version: str
-    state: Literal["ready", "stopping", "dead"]
+    state: Literal["ready", "stopping", "silent", "dead"]
     model: ModelStats
     requests: RequestStats
     tokens: TokenStats
@@ -117,7 +117,7 @@ def stats_of(state: ServerState, metrics: ServerMetrics, pages: PageMap | None) 
     return Stats(
         time=time.time(),
         version=__version__,
-        state="ready" if state.is_ready else "dead" if engine.errored else "stopping",
+        state=_state_of(state),
         model=ModelStats(
             names=list(state.model_names),
             max_model_len=engine.max_model_len,
@@ -142,6 +142,14 @@ def stats_of(state: ServerState, metrics: ServerMetrics, pages: PageMap | None) 
     )
 
 
+def _state_of(state: ServerState) -> Literal["ready", "stopping", "silent", "dead"]:
+    if state.is_ready:
+        return "ready"
+    if state.engine.errored:
+        return "dead"
+    return "stopping" if state.engine.is_awake else "silent"
+
+
 def latencies(recent: Iterable[Recent]) -> dict[str, dict[str, float]]:
     """Percentiles of what was measured of these requests, by what it is; empty where nothing was."""
     requests = list(recent)
@@ -164,6 +172,8 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 async def _pages(state: ServerState) -> PageMap | None:
+    if not state.engine.is_awake:
+        return None
     try:
         return await state.engine.ask(_survey)
     except EngineDeadError:

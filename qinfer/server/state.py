@@ -37,7 +37,7 @@ class ServerState:
     @property
     def is_ready(self) -> bool:
         """Whether requests are let in."""
-        return self.engine.is_running and self.door.is_open
+        return self.engine.is_running and self.engine.is_awake and self.door.is_open
 
     @cached_property
     def fingerprint(self) -> str:
@@ -65,7 +65,7 @@ class ServerState:
         return marks_of(self.engine.tokenizer)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError where the engine has died, or the server is to end."""
+        """Raises EngineDeadError where the engine has died or does not run, or the server is to end."""
         await self.engine.check_health()
         if not self.door.is_open:
             raise EngineStoppedError(SHUT)

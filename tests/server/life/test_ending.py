@@ -164,13 +164,48 @@ def test_a_stopped_engine_keeps_nobody_from_leaving(start_stub, patience, number
     (child,) = process.children()
     with contextlib.ExitStack() as clients:
         stop_and_ask(url, child, clients)
-        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert httpx.get(f"{url}/health", timeout=60).status_code in (200, 503)  # 503 after half a minute
         process.send(numbers[0])
         for number in numbers[1:]:
             wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
             process.send(number)
         assert process.exit_code() == code
     wait_until(lambda: not lives(child))
+
+
+IMPATIENT = """
+import runpy, sys
+from qinfer import pulse
+pulse.BEAT, pulse.SILENCE = 0.05, 4
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_h14_an_engine_that_does_not_run_is_told_until_it_does(start, tmp_path):
+    script = str(Path(__file__).with_name("stub_server.py"))
+    process = start("-c", IMPATIENT, script, "{}", str(tmp_path / "release"))
+    url = process.url()
+    (child,) = process.children()
+
+    def told() -> tuple[int, str]:
+        health = httpx.get(f"{url}/health", timeout=60)
+        (ready,) = re.findall(
+            r"\nqinfer_engine_ready\{.*\} (.*)\n", httpx.get(f"{url}/metrics", timeout=60).text
+        )
+        return health.status_code, ready
+
+    wait_until(lambda: told() == (200, "1.0"))
+    os.kill(child, signal.SIGSTOP)
+    wait_until(lambda: httpx.get(f"{url}/health", timeout=60).status_code == 503)
+    assert told() == (503, "0.0")
+    assert httpx.get(f"{url}/qinfer/stats", timeout=60).json()["state"] == "silent"
+    message = httpx.get(f"{url}/health", timeout=60).json()["error"]["message"]
+    assert message == "the engine's process gives no sign of life: is it stopped or frozen?"
+    os.kill(child, signal.SIGCONT)
+    wait_until(lambda: told() == (200, "1.0"))
+    answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3}, timeout=None)
+    assert answer.json()["choices"][0]["text"] == "xxx"
 
 
 def test_h11_a_killed_server_leaves_no_child_and_a_free_port(start_stub):
