@@ -69,6 +69,20 @@ def test_products(kind, dtype, n, k):
         assert torch.equal(y, OPS[kind][0](x, fragments, scale, bias)), m
 
 
+@kinds
+@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)])
+def test_every_row_of_the_table(kind, n, k):
+    """Both ends of each row's range of tokens."""
+    weight, scale = codes_of(kind, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3
+    fragments, bias = to_fragments(weight), torch.randn(n, device="cuda", dtype=torch.bfloat16)
+    for m in (1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 2048):
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        exact = (x.double() @ weight.double().T) * scale.double() + bias.double()
+        y = OPS[kind][0](x, fragments, scale, bias)
+        assert error_ratio(y, exact) < DTYPES[torch.bfloat16], m
+        assert all(torch.equal(y, OPS[kind][0](x, fragments, scale, bias)) for _ in range(3)), m
+
+
 FEW = [{"BM": 8, "BN": 64, "BK": bk, "num_warps": 2, "num_stages": 4} for bk in (128, 256)]
 BY_WARPS = [
     {"BY_WARPS": 1, "BM": bm, "BN": bn, "STAGES": stages}
