@@ -7,6 +7,9 @@ Both activations are x * sigmoid(z): z = x for SiLU, and for GELU by its tanh fo
 Without codes nothing connects the numbers of a row, and programs cut it into pieces. With codes a program
 holds the whole row in registers: its scale needs the largest of all. Few long rows would leave most of a GPU
 idle for microseconds, so there a table may cut them as well (PIECES); the programs of a row then meet.
+
+Partial sums of long rows fill the registers: a thread's numbers of gate and of up, while more of either come.
+There a program goes along its row by LANES numbers, and keeps only their products.
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from qinfer.kernels.rows_triton import (
     CODES,
     MAX_PROGRAMS,
     MEASURED,
+    agreed_scale,
     as_parts,
+    codes,
     each_row_tile,
+    largest_of,
     launch,
     load_sum,
     meeting_of,
@@ -34,7 +40,6 @@ from qinfer.kernels.rows_triton import (
     offline_row,
     part_stride,
     row_tile,
-    store_rows,
     table_of,
     take_turn,
 )
@@ -53,6 +58,11 @@ def code_formula(num_rows: int, lanes: int) -> Tile:
     """Whole rows with codes."""
     warps = max(4, min(32, lanes // 512)) if lanes <= 16384 else 16
     return {"ROWS": 1, "num_warps": warps, "EARLY": 2 * int(num_rows <= 512 or lanes <= 16384)}
+
+
+def part_formula(num_rows: int, lanes: int) -> Tile:
+    """Whole rows with codes, of partial sums."""
+    return {**code_formula(num_rows, lanes), "LANES": min(lanes, 4096)}
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -96,11 +106,13 @@ def _entry(gpu: str, num_rows: int, length: int, parts: int, coded: bool) -> dic
     if not coded:
         entry = launch(tile("gated", gpu, piece_formula, num_rows))
         return {"PIECES": 1, "PIECE": entry["LANES"], **entry}
-    entry = row_tile("gated_codes" if parts == 1 else "gated_parts", gpu, num_rows, length, code_formula)
+    op, formula = ("gated_codes", code_formula) if parts == 1 else ("gated_parts", part_formula)
+    entry = row_tile(op, gpu, num_rows, length, formula)
     pieces = entry.get("PIECES", 1)
     piece = triton.cdiv(length, 16 * pieces) * 16  # starts where 16 bytes do
     assert pieces == 1 or num_rows * pieces <= MAX_PROGRAMS
-    return {**entry, "PIECES": pieces, "PIECE": piece, "LANES": triton.next_power_of_2(piece)}
+    lanes = min(entry["LANES"], triton.next_power_of_2(piece))
+    return {**entry, "PIECES": pieces, "PIECE": piece, "LANES": lanes}
 
 
 def offline_variants() -> Iterator[Variant]:
@@ -148,6 +160,23 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp2(power))
 
 
+@triton.jit
+def _product(at, mask, part_stride, PARTS: tl.constexpr, LENGTH: tl.constexpr, GELU: tl.constexpr):
+    """act(gate) * up in float32, of gates at `at`."""
+    gate = load_sum(at, mask, part_stride, PARTS)
+    up = load_sum(at + LENGTH, mask, part_stride, PARTS)
+    slope = gate * (1.0 + 0.044715 * gate * gate) * GELU_SLOPE if GELU else gate
+    return gate * _sigmoid(slope) * up
+
+
+@triton.jit
+def _spots(row, i, num_rows, LENGTH: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr):
+    """Where in their rows the numbers i * LANES.. of this program lie, and which of them there are."""
+    spot = i * LANES + tl.arange(0, LANES)
+    lane = tl.program_id(1) * PIECE + spot
+    return lane, (row < num_rows)[:, None] & ((spot < PIECE) & (lane < LENGTH))[None, :]
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _kernel(
     gate_up,
@@ -168,15 +197,23 @@ def _kernel(
     EARLY: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    spot = tl.arange(0, LANES)
-    lane = tl.program_id(1) * PIECE + spot
-    mask = (row < num_rows)[:, None] & ((spot < PIECE) & (lane < LENGTH))[None, :]
+    TYPE: tl.constexpr = out.dtype.element_ty
+    STEPS: tl.constexpr = (PIECE + LANES - 1) // LANES
     take_turn(EARLY)
     meeting = meeting_of(words, PIECES) if PIECES > 1 else None
-    at = gate_up + row[:, None] * stride + lane[None, :]
-    gate = load_sum(at, mask, part_stride, PARTS)
-    up = load_sum(at + LENGTH, mask, part_stride, PARTS)
-    slope = gate * (1.0 + 0.044715 * gate * gate) * GELU_SLOPE if GELU else gate
-    values = gate * _sigmoid(slope) * up
-    at = out + row[:, None] * LENGTH + lane[None, :]
-    store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, CODED, meeting, words, PIECES)
+    products = ()
+    for i in tl.static_range(STEPS):
+        lane, mask = _spots(row, i, num_rows, LENGTH, PIECE, LANES)
+        at = gate_up + row[:, None] * stride + lane[None, :]
+        products += (_product(at, mask, part_stride, PARTS, LENGTH, GELU),)  # type: ignore[assignment]
+    if CODED:
+        bits = largest_of(products[STEPS - 1])
+        for i in tl.static_range(STEPS - 1):
+            bits = tl.maximum(bits, largest_of(products[i]))
+        scale = agreed_scale(bits, meeting, words, TYPE, PIECES)
+        if tl.program_id(1) == 0:
+            tl.store(scales + row, scale, mask=row < num_rows)
+    for i in tl.static_range(STEPS):
+        lane, mask = _spots(row, i, num_rows, LENGTH, PIECE, LANES)
+        values = codes(products[i], scale, TYPE) if CODED else products[i].to(TYPE)
+        tl.store(out + row[:, None] * LENGTH + lane[None, :], values, mask=mask)

@@ -13,10 +13,11 @@ from torch import Tensor
 from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
     MEASURED,
+    codes,
     offline_row,
     row_formula,
+    row_scale,
     row_tile,
-    store_rows,
     table_of,
     take_turn,
 )
@@ -69,5 +70,7 @@ def _kernel(
     mask = (row < num_rows)[:, None] & (lane < LENGTH)[None, :]
     take_turn(EARLY)
     values = tl.load(x + row[:, None] * stride + lane[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = row_scale(values, out.dtype.element_ty)
     at = out + row[:, None] * LENGTH + lane[None, :]
-    store_rows(values, at, scales, row, num_rows, mask, out.dtype.element_ty, True)
+    tl.store(at, codes(values, scale, out.dtype.element_ty), mask=mask)
+    tl.store(scales + row, scale, mask=row < num_rows)

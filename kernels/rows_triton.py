@@ -95,6 +95,15 @@ def _agreed(bits, meeting, words, PIECES: tl.constexpr):
 
 
 @triton.jit
+def agreed_scale(bits, meeting, words, TYPE: tl.constexpr, PIECES: tl.constexpr):
+    """The scale of rows whose largest magnitudes have these bits.
+
+    PIECES: that many programs hold a row (ROWS is 1), each with its own largest; they have a meeting.
+    """
+    return scale_of(_agreed(bits, meeting, words, PIECES) if PIECES > 1 else bits, TYPE)
+
+
+@triton.jit
 def codes(x, scale, TYPE: tl.constexpr):
     """x [ROWS, LANES] float32 -> codes of TYPE, int8 or e4m3."""
     x = x * (1.0 / scale)[:, None]
@@ -102,25 +111,6 @@ def codes(x, scale, TYPE: tl.constexpr):
         return (x + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)  # the sum's last bits are the integer
     else:  # past the largest finite number the interpreter's cast makes NaN
         return tl.clamp(x, -FP8_MAX, FP8_MAX).to(TYPE)
-
-
-@triton.jit
-def store_rows(x, at, scales, row, num_rows, mask, TYPE: tl.constexpr, CODED: tl.constexpr, meeting=None,
-               words=None, PIECES: tl.constexpr = 1):  # fmt: skip
-    """Stores x [ROWS, LANES] float32 at `at` as TYPE; CODED: as codes, and the scales of the rows.
-
-    PIECES: that many programs hold a row (ROWS is 1), and have a meeting.
-    """
-    if CODED:
-        bits = largest_of(x)
-        if PIECES > 1:
-            bits = _agreed(bits, meeting, words, PIECES)
-        scale = scale_of(bits, TYPE)
-        tl.store(at, codes(x, scale, TYPE), mask=mask)
-        if tl.program_id(1) == 0:
-            tl.store(scales + row, scale, mask=row < num_rows)
-    else:
-        tl.store(at, x.to(TYPE), mask=mask)
 
 
 @triton.jit

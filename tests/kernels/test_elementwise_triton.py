@@ -124,6 +124,16 @@ def test_gated_activations(name: str, parts: int) -> None:
         check_codes(*getattr(fused_activation_triton, f"{name}_{kind}")(gate_up), expected)
 
 
+def test_long_rows_of_partial_sums_are_taken_in_steps() -> None:
+    length = activation_triton.part_formula(3, 8192)["LANES"] + 408  # the interpreter has no table
+    gate_up = 3 * randn(2, 3, 2 * length)
+    gate_up[1, 1, length - 1] = math.nan  # in the last step
+    gate, up = gate_up.double().sum(0).chunk(2, -1)
+    codes, scale = fused_activation_triton.silu_mul_int8(gate_up)
+    assert scale.isnan().flatten().tolist() == [False, True, False]
+    check_codes(codes[::2], scale[::2], (gate / (1 + torch.exp(-gate)) * up)[::2])
+
+
 def test_activations_of_huge_gates_are_finite() -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -80.0, 0.0, 1.0, 1.0, 1.0, 1.0]], device=DEVICE)
     for op in (activation_triton.silu_mul, activation_triton.gelu_mul):
