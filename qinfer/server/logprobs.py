@@ -1,8 +1,8 @@
 """Logprobs in OpenAI's two shapes.
 
-/v1/completions has four parallel lists. `text_offset[i]` is the number of characters of the choice's text
-that were visible before token i, so text from there begins with `tokens[i]` wherever a token is whole
-characters; tokens of half a character share the offset where that character begins. Offsets run on over the
+/v1/completions has four parallel lists. `text_offset[i]` is where token i begins in the choice's text, which
+from there on begins with `tokens[i]` wherever a token is whole characters; tokens of half a character share
+the offset where that character begins. Offsets run on over the
 chunks of a stream and, with `echo`, over the prompt. A token's name is its text, or `token_id:123` where the
 client asked for ids (texts of half characters collide as keys). /v1/chat/completions has one object per token
 with its exact bytes.
@@ -43,8 +43,7 @@ class CompletionLogprobWriter:
     def add(self, token_ids: Sequence[int], logprobs: Sequence[LogprobsOnePosition | None]) -> None:
         """Appends tokens; None in `logprobs` is the first token of an echoed prompt: nothing precedes it."""
         for token, entries in zip(token_ids, logprobs, strict=True):
-            self._result.text_offset.append(len(self._text.text))
-            self._text.push([token])
+            self._result.text_offset.append(self._push(token))
             self._result.tokens.append(self._name(token))
             self._result.token_logprobs.append(None if entries is None else floored(entries[token]))
             self._result.top_logprobs.append(None if entries is None else self._top(entries))
@@ -54,6 +53,12 @@ class CompletionLogprobWriter:
         result = self._result
         self._result = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
         return result
+
+    def _push(self, token: int) -> int:
+        """Where its text begins: behind half a character that it has ended without completing it."""
+        before, own = len(self._text.text), self._tokenizer.token_str(token)
+        after = before + len(self._text.push([token]))
+        return max(before, after - len(own)) if self._text.text.endswith(own) else before
 
     def _top(self, entries: LogprobsOnePosition) -> dict[str, float]:
         top: dict[str, float] = {}

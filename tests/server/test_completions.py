@@ -102,6 +102,18 @@ def test_h15_echo_with_logprobs_is_aligned(served, stream):
         assert text[offset:].startswith(token)
 
 
+def test_h15_a_token_behind_half_a_character_begins_behind_it(serve_scripted):
+    spoken = [0xC3, 97, 0xC3, 0xA9, 98, 258, 99]  # half of an e acute, a, the whole of one, b, the end, c
+    with serve_scripted(lambda prompt, choice: spoken) as served:
+        body = {"prompt": "x", "logprobs": 0, "max_tokens": len(spoken), "ignore_eos": True}
+        (choice,) = served.post(PATH, body).json()["choices"]
+        streamed = [c["logprobs"] for chunk in served.stream(PATH, body) for c in chunk["choices"]]
+    assert choice["text"] == "\ufffda\u00e9bc"
+    assert choice["logprobs"]["tokens"] == ["\ufffd", "a", "\ufffd", "\ufffd", "b", "<|im_end|>", "c"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 2, 2, 3, 4, 4]
+    assert [offset for one in streamed for offset in one["text_offset"]] == [0, 1, 2, 2, 3, 4, 4]
+
+
 def test_echo_with_no_tokens_scores_the_prompt(served):
     ids = served.engine.tokenizer.encode("Score this")
     for body in ({"prompt": "Score this"}, {"prompt": ids}):
