@@ -114,7 +114,7 @@ def by_quarters(x, words, scale_zero, out, M, N, tiles, blocks, BM: gl.constexpr
             (_copy, (x, words, scale_zero, xs, ws, ss, ready, empty, row, token, tiles, BM, STAGES)),
         ],
         [4, 4, 4, 1],
-        [112, 112, 112, 24],
+        [112, 112, 112, 32 if BM == 32 else 24],
     )
 
 
