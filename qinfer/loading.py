@@ -7,6 +7,7 @@ they are hashed and loaded at once.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from qinfer.backend import model_device
 from qinfer.chat_messages import read_template
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.dummy import DummyCheckpoint
-from qinfer.checkpoint.names import layer_modules, layer_prefix
+from qinfer.checkpoint.names import all_modules
 from qinfer.dtypes import name_of
 from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.engine import Engine
@@ -125,7 +126,6 @@ class Loader:
 
 
 def schemes_of(checkpoint: Checkpoint) -> tuple[Scheme, ...]:
-    """The formats in the first layer, in the order of its products, each once."""
-    prefix = layer_prefix(checkpoint.config, 0)
-    found = (checkpoint.scheme(prefix + module) for module in layer_modules(checkpoint.config))
-    return tuple(dict.fromkeys(found))
+    """The formats of the layers' products, each once, the most frequent first."""
+    found = Counter(map(checkpoint.scheme, all_modules(checkpoint.config)))
+    return tuple(scheme for scheme, _ in found.most_common())
