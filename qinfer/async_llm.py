@@ -1,44 +1,37 @@
 """An engine in a thread of its own, fed from asyncio: what the HTTP server and async programs talk to.
 
-`engine_thread` has the thread, `intake` the bound on what it takes on, `audience` those who wait for outputs.
-A request's outputs wait in its `Mailbox`, which holds the latest only: outputs are cumulative, so a slow
-reader loses nothing and no queue can grow. A consumer that stops listening (cancelled, closed, gone) aborts
-its request. The thread may be in another process (`engine_process`), which no reader can tell.
+`async_engine` has what can be asked of the engine, `intake` the bound on what it takes on, `audience` those
+who wait for outputs, `engine_thread` the thread. A request's outputs wait in its `Mailbox`, which holds the
+latest only: outputs are cumulative, so a slow reader loses nothing and no queue can grow. A consumer that
+stops listening (cancelled, closed, gone) aborts its request. The thread may be in another process
+(`engine_process`), which no reader can tell.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from functools import partial
-from operator import methodcaller
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from qinfer import engine_questions as questions
-from qinfer.audience import Audience, Observer
+from qinfer.async_engine import AsyncEngine
 from qinfer.engine.admission import check_prompt, check_text
 from qinfer.engine_process import EngineProcess
-from qinfer.engine_thread import EngineThread, threads_left_to_the_engine
-from qinfer.errors import EngineDeadError, EngineSilentError
+from qinfer.engine_thread import threads_left_to_the_engine
+from qinfer.errors import EngineDeadError
 from qinfer.intake import Intake
 from qinfer.live_request import Ask, LiveRequest
 from qinfer.llm_keywords import refuse
 from qinfer.mailbox import Mailbox, since
-from qinfer.model_card import card_of
 from qinfer.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from qinfer.prompts import Prompt, text_and_ids
 from qinfer.sampling_params import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
-    from qinfer.engine.engine import Engine
-    from qinfer.engine.options import EngineStats
     from qinfer.engine.pooling import Pooling
     from qinfer.llm import LLM
-    from qinfer.structured_outputs import StructuredOutputsParams
-    from qinfer.tokenizer import Tokenizer
 
-T = TypeVar("T")
 _ABSENT = frozenset({"sleep", "wake_up", "is_sleeping", "add_lora", "remove_lora", "collective_rpc"})
 
 
@@ -57,7 +50,7 @@ class AsyncEngineArgs:
         self.max_num_queued_reqs, self.max_num_queued_tokens = max_num_queued_reqs, max_num_queued_tokens
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncEngine):
     """Runs an LLM's engine for asyncio: `async for output in engine.generate(prompt, params, "id")`.
 
     Takes the engine over: from here on only this object may use it, and `LLM.generate` on the same model is a
@@ -74,14 +67,7 @@ class AsyncLLM:
     ) -> None:
         """Limits count sequences, and prompt tokens, that run or wait; UserError for those that are none."""
         self._intake = Intake(max_num_queued_reqs, max_num_queued_tokens, rejected=self._rejected)
-        self._seat: EngineThread | EngineProcess
-        if isinstance(llm, EngineProcess):
-            self.card, self._audience, self._seat = llm.card, llm.audience, llm
-        else:
-            self.card, self._audience = card_of(llm), Audience(llm.engine.stats())
-            self._seat = EngineThread(llm.engine, self._audience)
-        self.tokenizer: Tokenizer = self.card.tokenizer
-        self.default_sampling_params: SamplingParams = self.card.defaults
+        super().__init__(llm)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT:
@@ -101,110 +87,15 @@ class AsyncLLM:
             max_num_queued_tokens=engine_args.max_num_queued_tokens,
         )
 
-    @property
-    def max_model_len(self) -> int:
-        """The longest sequence, prompt and answer, in tokens."""
-        return self.card.limits.max_model_len
-
-    @property
-    def vocab_size(self) -> int:
-        """The model's: ids are below it."""
-        return self.card.vocab_size
-
-    @property
-    def pid(self) -> int:
-        """The process that the engine runs in."""
-        return self._seat.pid
-
-    @property
-    def stats(self) -> EngineStats:
-        """The engine's counts after its latest step."""
-        return self._audience.stats
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that wait: in the engine's queue or on their way to it."""
-        return self.stats.num_waiting + self._audience.num_underway
-
-    @property
-    def dead_error(self) -> EngineDeadError | None:
-        """What the engine has died of."""
-        return self._audience.dead_error
-
-    @property
-    def errored(self) -> bool:
-        """Whether the engine has died."""
-        return self.dead_error is not None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether requests are accepted."""
-        return not self._audience.is_stopping and not self.errored
-
-    @property
-    def is_awake(self) -> bool:
-        """Whether the engine's process runs: one may live and yet be stopped or frozen."""
-        return self._seat.is_awake
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.tokenizer
-
-    async def check_health(self) -> None:
-        """Raises EngineDeadError when the engine has died, was stopped, or gives no sign of life."""
-        self._audience.check()
-        if not self.is_awake:
-            raise EngineSilentError("the engine's process gives no sign of life: is it stopped or frozen?")
-
     def require_room(self, num_sequences: int, num_tokens: int) -> None:
         """OverloadedError where the limits leave no room for that much now, UserError where never."""
         self._intake.check(num_sequences, num_tokens)
-
-    def compile(self, form: StructuredOutputsParams) -> None:
-        """Gets a grammar ready, on any thread, in up to a second; UserError where it is none."""
-        self._seat.aside(partial(questions.compile_form, form))
-
-    def observe(self, observer: Observer) -> None:
-        """Tells `observer` of every request from now on."""
-        self._audience.observers += (observer,)
-
-    async def ask(self, question: Callable[[Engine], T]) -> T:
-        """The answer to a question about the engine, put to it between two steps.
-
-        Where the engine is in another process, the question and its answer must be such as can be pickled.
-        Raises UserError as the question does, and EngineDeadError.
-        """
-        return await self._ask(partial(questions.of_the_engine, question))
-
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes, between two steps; raises EngineDeadError."""
-        return await self.ask(methodcaller("reset_prefix_cache"))
-
-    async def start_profile(self, prefix: str | None = None) -> None:
-        """Records what the engine's thread does; UserError where it does already or has nowhere to."""
-        await self._ask(partial(questions.start_trace, prefix))
-
-    async def stop_profile(self) -> Path:
-        """Ends the recording and returns its file; UserError where there is none."""
-        return await self._ask(questions.stop_trace)
-
-    async def pause_generation(self) -> None:
-        """Stops after the step that runs; requests wait until `resume_generation`."""
-        await self._ask(partial(questions.pause, True))
-
-    async def resume_generation(self) -> None:
-        """Goes on where `pause_generation` stopped."""
-        await self._ask(partial(questions.pause, False))
 
     async def wait_for_requests_to_drain(self, timeout: float = 300.0) -> None:
         """Returns when no request runs or waits; TimeoutError after `timeout` seconds."""
         async with asyncio.timeout(timeout):
             while self._intake.num_sequences:
                 await asyncio.sleep(0.02)
-
-    async def do_log_stats(self) -> None:
-        """Logs throughput and occupancy since the last such line, which busy engines write by themselves."""
-        await self._ask(questions.log_stats)
 
     async def generate(
         self,
@@ -289,12 +180,6 @@ class AsyncLLM:
             return text, check_prompt(ids, self.vocab_size)
         check_text(text, self.tokenizer, self.max_model_len)
         return text, await asyncio.to_thread(self.tokenizer.encode, text)
-
-    async def _ask(self, question: Callable[[EngineThread], T]) -> T:
-        with self._audience.lock:
-            self._audience.check()
-            answer = self._seat.ask(question)
-        return await asyncio.wrap_future(answer)
 
     def _hand_over(self, request: LiveRequest) -> None:
         self._intake.enter(request.ask.params.n, len(request.ask.token_ids))
