@@ -64,6 +64,18 @@ def test_every_family_speaks_finite_numbers(tmp_path, family):
     assert answer.text == ""
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_speaks_finite_numbers(tmp_path, scheme):
+    folder = config_alone(tmp_path, dtype="bfloat16", hidden_size=128, intermediate_size=256)
+    llm = LLM(folder, load_format="dummy", scheme=scheme, allow_ungated=True, num_kv_blocks=16)
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    (answer,) = llm.generate([5, 6, 7], params, use_tqdm=False)[0].outputs
+    assert (answer.finish_reason, len(answer.token_ids)) == ("length", 4)
+    assert -100 < answer.cumulative_logprob < 0
+    label = "bfloat16" if scheme == "dense" else scheme
+    assert llm.engine.ledger.label.split()[0] == label
+
+
 def test_its_size_is_that_of_the_files_it_stands_for(tmp_path):
     folder = tiny_model("qwen2", tmp_path / "model")
     real, pretended = open_checkpoint(folder), open_dummy(folder)
