@@ -16,9 +16,15 @@ import numpy as np
 
 from qinfer.batch.lines import LineFault, parse, raw_lines, request_of
 from qinfer.errors import UserError
-from qinfer.server.errors import Failure
+from qinfer.sampling_params import SamplingParams
+from qinfer.server.chat_protocol import ChatRequest
+from qinfer.server.errors import ApiError, Failure, failure_of
+from qinfer.server.protocol import CompletionRequest, OpenBody
+from qinfer.server.responses_protocol import ResponsesRequest
+from qinfer.server.sampling import chat_params, completion_params
 
 MAX_TOLD = 10
+_ROOM = 1 << 30  # tokens: no model is known yet whose context could be too short
 
 
 class Checked(NamedTuple):
@@ -46,7 +52,9 @@ def check(path: Path, model_names: Collection[str]) -> Checked:
             faults += [f"line {number}: {fault}"] if len(faults) < MAX_TOLD else []
             continue
         hashes.append(_hash(line.custom_id))
-        if isinstance(failure := request_of(line, model_names), Failure):
+        request = request_of(line, model_names)
+        failure = request if isinstance(request, Failure) else _refusal(request)
+        if failure is not None:
             num_bad += 1
             told += [f"line {number}: {failure.message}"] if len(told) < MAX_TOLD else []
     if not faults:
@@ -58,6 +66,22 @@ def check(path: Path, model_names: Collection[str]) -> Checked:
     if not hashes:
         raise UserError(f"{path} holds no request", "input_file")
     return Checked(len(hashes), num_bad, told)
+
+
+def _refusal(request: OpenBody) -> Failure | None:
+    """What any model would be refused of this request: values out of range, or at odds with each other."""
+    defaults = SamplingParams(max_tokens=_ROOM)
+    try:
+        if isinstance(request, ResponsesRequest):
+            request.refuse_absent()
+            request = request.chat([])
+        if isinstance(request, CompletionRequest):
+            completion_params(request, defaults, room=_ROOM)
+        elif isinstance(request, ChatRequest):
+            chat_params(request, defaults, room=_ROOM)
+    except (UserError, ApiError, NotImplementedError) as error:
+        return failure_of(error)
+    return None
 
 
 def _hash(custom_id: str) -> int:

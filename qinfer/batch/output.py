@@ -89,36 +89,44 @@ class OrderedOutput:
         self._errors.flush()
 
 
-def written_before(source: Path, output: Path, errors: Path | None) -> int:
-    """How many requests of `source` the files answer already; a last line that was cut off is taken away.
+class Written(NamedTuple):
+    """How many requests were answered in runs before, and how many of them by a failure."""
+
+    num_lines: int = 0
+    num_failed: int = 0
+
+
+def written_before(source: Path, output: Path, errors: Path | None) -> Written:
+    """What of `source` the files answer already; a last line that was cut off is taken away.
 
     Raises UserError, and changes nothing, where the files hold anything but answers to `source`.
     """
     files = [path for path in (output, errors) if path is not None and path.exists()]
-    answered = [_ids(path) for path in files]
-    heads = [next(ids, None) for ids in answered]
-    count = 0
+    answered = [_answers(path) for path in files]
+    heads = [next(ends, None) for ends in answered]
+    count = num_failed = 0
     for number, raw in raw_lines(source):
         custom_id = parse(raw, count, number).custom_id
-        place = next((i for i, head in enumerate(heads) if head == custom_id), None)
+        place = next((i for i, head in enumerate(heads) if head and head[0] == custom_id), None)
         if place is None:
             break
+        num_failed += heads[place] == (custom_id, True)
         heads[place] = next(answered[place], None)
         count += 1
     for path, head in zip(files, heads, strict=True):
         if head is not None:
             raise UserError(
-                f"{path} does not go on with {source}: after {count} requests it answers {head[:100]!r}; "
+                f"{path} does not go on with {source}: after {count} requests it answers {head[0][:100]!r}; "
                 "--overwrite begins anew",
                 "resume",
             )
     for path in files:  # only now that all of it is known to be ours
         _end_at_a_line(path)
-    return count
+    return Written(count, num_failed)
 
 
-def _ids(path: Path) -> Iterator[str]:
-    """What the whole lines answer; a half line behind them, or one that begins as ours do, is passed over."""
+def _answers(path: Path) -> Iterator[tuple[str, bool]]:
+    """(custom_id, whether it failed) of whole lines; half a line that begins as ours do is passed over."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n") and (number > 1 or raw[: len(_BEGINNING)] == _BEGINNING[: len(raw)]):
@@ -129,7 +137,7 @@ def _ids(path: Path) -> Iterator[str]:
                 answer = json.loads(raw)
                 if "response" not in answer:  # a request has an id too
                     raise KeyError("response")
-                yield str(answer["custom_id"])
+                yield str(answer["custom_id"]), answer.get("error") is not None
             except (ValueError, TypeError, KeyError, RecursionError):
                 raise UserError(f"{path}: line {number} is no answer of a batch", "resume") from None
 

@@ -127,7 +127,7 @@ class Batch:
         return Outcome(line, request_id, bytes(answer.body).decode(), None)
 
     async def _route(self, request: OpenBody, request_id: str) -> Response:
-        self.state.ignored.note(request)
+        self.state.note(request)
         match request:
             case ChatRequest():
                 return await chat.answer(self.state, request, request_id)

@@ -71,12 +71,12 @@ def batch(
     """Answer a file of requests in OpenAI's batch format, or of {"prompt": ...}, into another file.
 
     Every line is checked before the model is loaded. Answers are written in the input's order while the batch
-    runs, so that --resume goes on after anything that ended it. Exit code 1: some line failed.
+    runs, so that --resume goes on after anything that ended it. Exit code 1: some line failed, now or before.
     """
     names = tuple(served_model_name or (model,))
     with stdout_kept_for_result():
         from qinfer.batch.check import check
-        from qinfer.batch.output import written_before
+        from qinfer.batch.output import Written, written_before
         from qinfer.batch.run import Batch, BatchFiles, Pace
         from qinfer.server.options import ServerOptions
 
@@ -87,7 +87,8 @@ def batch(
             _tell_bad(checked)
             if fail_fast:
                 raise UserError("--fail-fast: no line was asked", "fail_fast")
-        first = written_before(input_file, output_file, error_file) if resume else 0
+        before = written_before(input_file, output_file, error_file) if resume else Written()
+        first = before.num_lines
         options = ServerOptions(
             trust_request_chat_template=trust_request_chat_template,
             tool_call_parser=tool_call_parser,
@@ -108,6 +109,7 @@ def batch(
                 options,
                 (host, port) if enable_metrics else None,
             )
+        document["num_failed"] += before.num_failed
     show(document, _text(document, files), as_json)
     if document["num_failed"]:
         raise typer.Exit(1)

@@ -122,6 +122,27 @@ def test_the_check_counts_and_tells_what_will_fail(tmp_path):
     assert checked.told[1].startswith("line 4: temperature: ")
 
 
+@pytest.mark.parametrize(
+    ("url", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": "x", "temperature": 7}, "temperature must be"),
+        ("/v1/completions", {"prompt": "x", "n": 2, "temperature": 0}, "n is 2 with"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "top_p": 0}, "top_p must"),
+        ("/v1/responses", {"input": "x", "temperature": -1}, "temperature must be"),
+        ("/v1/completions", {"prompt": "x", "min_tokens": 99}, None),  # a model may have its own default
+        ("/v1/completions", {"prompt": "x", "max_tokens": 1 << 20}, None),  # cut to the context
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None),
+        ("/v1/responses", {"input": "x"}, None),
+        ("/v1/embeddings", {"input": "x"}, None),
+    ],
+)
+def test_values_that_any_model_refuses_are_told_before_one_is_loaded(tmp_path, url, body, said):
+    checked = check(written(tmp_path / "in.jsonl", [entry(url=url, **body)]), ("tiny",))
+    assert checked.num_bad == len(checked.told) == (said is not None)
+    if said is not None:
+        assert checked.told[0].startswith(f"line 1: {said}")
+
+
 def test_lines_that_are_none_stop_everything_and_are_named(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("\n".join([json.dumps(entry()), "{", json.dumps(entry(url="/x"))] + ["[]"] * 20))

@@ -86,19 +86,19 @@ def test_a_run_goes_on_where_the_files_end(tmp_path_factory, failed, done, cut):
     last = err if done - 1 in failed else out
     with last.open("ab") as file:
         file.write(b'{"id": "qinfer-half a line that was never ended'[:cut])
-    assert written_before(source, out, err) == done
+    assert written_before(source, out, err) == (done, sum(place < done for place in failed))
     with OrderedOutput(out, err, done) as output:
         for place in reversed(range(done, NUM)):
             output.put(outcome(place, failed=place in failed))
     assert ids(err) == [f"id{i}" for i in sorted(failed)]
     assert ids(out) == [f"id{i}" for i in range(NUM) if i not in failed]
-    assert written_before(source, out, err) == NUM
+    assert written_before(source, out, err) == (NUM, len(failed))
 
 
 def test_nothing_written_yet(tmp_path, source):
-    assert written_before(source, tmp_path / "out", None) == 0
+    assert written_before(source, tmp_path / "out", None) == (0, 0)
     (tmp_path / "out").write_bytes(b'{"id": "qinfer-7a')
-    assert written_before(source, tmp_path / "out", None) == 0
+    assert written_before(source, tmp_path / "out", None) == (0, 0)
     assert (tmp_path / "out").read_bytes() == b""
 
 

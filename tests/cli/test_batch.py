@@ -77,6 +77,9 @@ def test_lines_that_fail_are_told_before_and_after(qinfer, model, source, tmp_pa
     assert "line 6: a line of a batch cannot stream: leave out stream\n1 of 6 lines will fail\n" in stderr
     assert f"1 failed, see {err}" in stdout
     assert (len(answers(out)), len(answers(err))) == (5, 1)
+    code, stdout, stderr = qinfer("batch", model, "-i", source, "-o", out, "--error-file", err, "--resume")
+    assert code == 1  # what failed before has still failed
+    assert stdout == f"{out}: 6 lines, 6 of them before; 1 failed, see {err}\n"
     code, stdout, stderr = qinfer("batch", model, "-i", source, "-o", tmp_path / "new", "--fail-fast")
     assert (code, stdout) == (2, "")
     assert "no line was asked" in stderr
@@ -106,7 +109,7 @@ def test_an_interrupted_run_leaves_a_beginning(qinfer, model, source, tmp_path, 
         signal.signal(signal.SIGINT, before)
     assert (code, stderr.splitlines()[-1]) == (130, "qinfer: interrupted")
     assert "Traceback" not in stderr
-    assert written_before(source, out, None) == 2
+    assert written_before(source, out, None) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_an_engine_that_dies_leaves_a_beginning_to_go_on_from(tmp_path, fake_llm
     fake_llm.engine.fail_at_step = 100  # after the first block, before the last, however many run at once
     with pytest.raises(EngineDeadError):
         run(fake_llm, files, max_inflight=4, block_lines=10)
-    first = written_before(files.source, files.output, None)
+    first = written_before(files.source, files.output, None).num_lines
     assert 0 < first < 50
     fake_llm.engine.fail_at_step = None
     fake_llm.engine.jobs.clear()
@@ -139,7 +139,7 @@ def test_the_first_failure_may_end_it(tmp_path, fake_llm):
     files = BatchFiles(written(tmp_path / "in", entries), tmp_path / "out")
     with pytest.raises(FailedLineError, match="line 2 failed: temperature must be"):
         run(fake_llm, files, fail_fast=True)
-    assert written_before(files.source, files.output, None) < 3
+    assert written_before(files.source, files.output, None).num_lines < 3
 
 
 def test_errors_in_a_file_of_their_own(tmp_path, fake_llm):
