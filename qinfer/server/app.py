@@ -125,7 +125,7 @@ def _openai_routes(state: ServerState) -> APIRouter:
     async def create_completion(
         body: CompletionRequest, request: Request, x_vllm_priority: PriorityHeader = None
     ) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         answer = completions.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
@@ -134,14 +134,14 @@ def _openai_routes(state: ServerState) -> APIRouter:
     async def create_chat_completion(
         body: ChatRequest, request: Request, x_vllm_priority: PriorityHeader = None
     ) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         answer = chat.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
     @router.post("/embeddings", response_model=embeddings.EmbeddingList)
     async def create_embeddings(body: EmbeddingsRequest, request: Request) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         answer = embeddings.answer(state, body, request.state.request_id)
         return await while_connected(request, answer)
 
@@ -153,12 +153,12 @@ def _token_routes(state: ServerState) -> APIRouter:
 
     @router.post("/tokenize", response_model=tokens.Tokenized)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         return _json(await tokens.tokenize(state, body))
 
     @router.post("/detokenize", response_model=tokens.Detokenized)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         return _json(await tokens.detokenize(state, body))
 
     @router.get("/tokenizer_info", response_model=tokens.TokenizerInfo)

@@ -8,7 +8,6 @@ logprobs it is what the prompt's tokens spell, so that the offsets are those of 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,8 +25,6 @@ from qinfer.server.protocol import CompletionRequest
 from qinfer.server.sampling import check_room, completion_params
 from qinfer.server.state import ServerState
 from qinfer.server.wire import Body, Completion, CompletionChoice, CompletionLogprobs, Usage
-
-logger = logging.getLogger(__name__)
 
 
 async def answer(state: ServerState, request: CompletionRequest, request_id: str) -> Response:
@@ -60,8 +57,6 @@ def _one(state: ServerState, request: CompletionRequest, prompt: str | list[int]
 def _tokens(state: ServerState, request: CompletionRequest, prompt: str | list[int]) -> list[int]:
     keep, special = request.truncate_prompt_tokens, request.add_special_tokens is not False
     marks = state.infill_marks if request.suffix else None
-    if request.suffix and marks is None:
-        logger.warning("a suffix is ignored: this model has no tokens to fill in the middle by")
     if marks is None:
         return encoded(state, prompt, keep, add_special_tokens=special) if isinstance(prompt, str) else prompt
     before = prompt if isinstance(prompt, list) else encoded(state, prompt, keep, add_special_tokens=False)

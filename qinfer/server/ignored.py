@@ -30,9 +30,9 @@ class Ignored:
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def note(self, body: OpenBody, request: Request | None = None) -> None:
-        """Logs what of `body` is new among the ignored, and leaves the header for the answer to `request`."""
-        names = body.unread
+    def note(self, body: OpenBody, request: Request | None = None, also: Iterable[str] = ()) -> None:
+        """Logs what of `body`, `also` among it, is new, and leaves the header for the answer to `request`."""
+        names = [*body.unread, *also]
         if not names:
             return
         if request is not None:
@@ -50,6 +50,6 @@ def header_value(names: Sequence[str]) -> str:
 
 
 def _meant(name: str, body: OpenBody) -> str:
-    known: Iterable[str] = type(body).model_fields
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+    known = type(body).model_fields
+    close = [] if name in known else difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f": is {close[0]} meant?" if close else ""

@@ -25,7 +25,7 @@ def response_routes(state: ServerState) -> APIRouter:
     async def create(
         body: ResponsesRequest, request: Request, x_vllm_priority: PriorityHeader = None
     ) -> Response:
-        state.ignored.note(body, request)
+        state.note(body, request)
         body.priority = body.priority if x_vllm_priority is None else x_vllm_priority
         return await while_connected(request, responses.answer(state, store, body))
 

@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from starlette.requests import Request
+
 from qinfer import __version__
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import EngineStoppedError
@@ -17,7 +19,7 @@ from qinfer.server.errors import ApiError
 from qinfer.server.ignored import Ignored
 from qinfer.server.infill import Marks, marks_of
 from qinfer.server.options import ServerOptions
-from qinfer.server.protocol import GenerationRequest
+from qinfer.server.protocol import CompletionRequest, GenerationRequest, OpenBody
 from qinfer.server.tools import ToolParser, parser_of
 from qinfer.server.wire import ModelCard, Permission
 
@@ -75,6 +77,12 @@ class ServerState:
         if name is not None and name not in self.model_names:
             served = ", ".join(self.model_names)
             raise ApiError(404, f"the model {name[:200]!r} does not exist; served here: {served}", "model")
+
+    def note(self, body: OpenBody, request: Request | None = None) -> None:
+        """Tells the log, and who made `request`, which fields of its body mean nothing here."""
+        asks_infill = isinstance(body, CompletionRequest) and body.suffix
+        also = ["suffix"] if asks_infill and self.infill_marks is None else []
+        self.ignored.note(body, request, also)
 
     def admit(self, request: GenerationRequest) -> None:
         """Raises where the request wants another model."""

@@ -57,7 +57,12 @@ def test_prompt_and_suffix_stand_behind_their_marks(coder, serve_scripted, monke
         assert served.post(PATH, {"prompt": "a", "suffix": "b" * 4000}).status_code == 400
 
 
-def test_another_model_ignores_it_and_says_so_in_the_log(served, caplog):
-    assert prompt_ids(served, prompt="Hi", suffix="Bye") == served.engine.tokenizer.encode("Hi")
-    assert "a suffix is ignored" in caplog.text
+def test_another_model_ignores_it_and_says_so(serve_scripted, caplog):
+    with serve_scripted() as served:
+        assert prompt_ids(served, prompt="Hi", suffix="Bye") == served.engine.tokenizer.encode("Hi")
+        answer = served.post(PATH, {"prompt": ["Hi", "Ho"], "suffix": "Bye", "max_tokens": 1})
+        assert answer.headers["x-qinfer-ignored"] == "suffix"
+        assert "x-qinfer-ignored" not in served.post(PATH, {"prompt": "Hi", "suffix": ""}).headers
+    said = [record.getMessage() for record in caplog.records if "suffix" in record.getMessage()]
+    assert said == ["the field suffix means nothing here and is ignored"]  # once
     assert "Bye" not in caplog.text
