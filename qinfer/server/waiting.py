@@ -17,6 +17,7 @@ from qinfer.server.errors import Failure
 
 _BACKLOG = 2048
 _PATIENCE = 1.0  # seconds for a client to send its request
+_PAUSE = 0.1  # seconds before another try
 _MAX_REQUEST = 1 << 16  # bytes read of it; nobody looks at them
 
 
@@ -74,6 +75,9 @@ class LoadingAnswers:
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
+                continue
+            except OSError:  # it has gone already, or no file is left for it, as loading may need them all
+                self._over.wait(_PAUSE)
                 continue
             with connection:
                 self._serve(connection)

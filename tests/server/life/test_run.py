@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -213,6 +214,28 @@ def test_a_taken_port_is_one_line_before_loading():
         listen("203.0.113.1", 0)
     with pytest.raises(UserError, match="cannot listen on no such host"):
         listen("no such host", 0)
+
+
+class Flaky:
+    """A listening socket that cannot accept its first connections."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._errors = [ConnectionAbortedError(), OSError(errno.EMFILE, "Too many open files")]
+
+    def settimeout(self, seconds: float) -> None:
+        self._listener.settimeout(seconds)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self._errors:
+            raise self._errors.pop()
+        return self._listener.accept()
+
+
+def test_503_while_loading_also_after_a_connection_that_could_not_be_accepted():
+    with listen("127.0.0.1", 0) as listener, LoadingAnswers(cast(socket.socket, Flaky(listener))):
+        answer = httpx.get(f"http://127.0.0.1:{listener.getsockname()[1]}/health", timeout=60)
+    assert answer.status_code == 503
 
 
 def test_503_while_loading_and_the_socket_lives_on():
