@@ -66,6 +66,7 @@ def test_the_guide_names_only_what_there_is() -> None:
     ours = flags(re.findall(r"--[a-z][a-z-]+", guide))
     theirs = {
         "--build-arg",
+        "--format",
         "--device",
         "--gpus",
         "--system",
