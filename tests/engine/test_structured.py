@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from qinfer.engine import sampler, structured
 from qinfer.engine.engine import Engine
 from qinfer.engine.structured import Grammars, constrain
 from qinfer.errors import UserError
@@ -137,6 +138,28 @@ def test_greedy_takes_the_likeliest_that_is_allowed(make_engine: MakeEngine, gen
     assert completion.logprobs is not None
     first = completion.logprobs[0][completion.token_ids[0]].logprob  # under the model's own distribution
     assert first == pytest.approx(logits[2].log_softmax(-1)[ord(completion.text)].item(), abs=1e-5)
+
+
+def test_masks_are_filled_between_the_launch_of_a_step_and_the_choice_of_its_tokens(
+    make_engine: MakeEngine, generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the launch returns at once, as on a GPU, that is while it computes."""
+    engine = make_engine()
+    order: list[str] = []
+
+    def noted(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any, **named: Any) -> Any:
+            found = call(*given, **named)
+            order.append(what)
+            return found
+
+        return run
+
+    monkeypatch.setattr(engine.runner, "run", noted("launched", engine.runner.run))
+    monkeypatch.setattr(structured, "_bits", noted("filled", structured._bits))
+    monkeypatch.setattr(sampler, "choose", noted("chosen", sampler.choose))
+    generate(engine, [[65], [66]], [asks(choice=["abc"]), SamplingParams(max_tokens=3, ignore_eos=True)])
+    assert order[:9] == ["launched", "filled", "chosen"] * 3
 
 
 def test_s05_preemption_does_not_disturb_a_grammar(make_engine: MakeEngine, generate: Generate) -> None:
