@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from qinfer import backend
 from qinfer.dtypes import name_of
 from qinfer.engine.admission import Admission
 from qinfer.engine.bad_words import BadWords
@@ -235,6 +236,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             last_step=self._books.last_step,
+            fallbacks=tuple((*what, count) for what, count in backend.fallbacks.items()),
         )
 
     def _book(self, step: Step, sampled: list[Sampled]) -> list[TokenSequence]:

@@ -150,3 +150,4 @@ class EngineStats(NamedTuple):
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # and found there
     last_step: StepCounts = StepCounts()
+    fallbacks: tuple[tuple[str, str, int], ...] = ()  # (op, why it ran without its kernel, how often)

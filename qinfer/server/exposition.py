@@ -129,9 +129,8 @@ class EngineCollector(Collector):
         return {reason: self.metrics.finished[reason] for reason in REASONS}
 
     def _fallbacks(self) -> Metric:
-        from qinfer import backend  # imports torch: a server takes its port before
-
-        found = [({"op": op, "reason": why}, n) for (op, why), n in dict(backend.fallbacks).items()]
+        counts = self.state.engine.stats.fallbacks
+        found = [({"op": op, "reason": why}, count) for op, why, count in counts]
         text = "Times that an op had no kernel for its input and ran in plain torch."
         return _family(COUNTER, "qinfer_kernel_fallbacks", text, self._labels, found, ("op", "reason"))
 

@@ -11,7 +11,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from qinfer import backend
 from qinfer.async_llm import AsyncLLM
 from qinfer.errors import UserError
 from qinfer.llm import LLM
@@ -93,14 +92,6 @@ def test_a_server_that_drains_is_not_ready(serve_scripted: Any) -> None:
         found = samples(served.url)
     assert found["qinfer_engine_ready", frozenset({("model_name", "tiny")})] == 0
     assert values(found, "qinfer_requests_rejected_total", "reason")["draining"] == 1
-
-
-def test_ops_without_a_kernel_are_counted(serve_scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backend.fallbacks, ("rms_norm", 'rows "too" long'), 3)
-    with serve_scripted() as served:
-        found = samples(served.url)
-    labels = {"model_name": "tiny", "op": "rms_norm", "reason": 'rows "too" long'}
-    assert labelled(found, "qinfer_kernel_fallbacks_total", **labels) == {frozenset(): 3}
 
 
 def test_http_answers_as_vllm_counts_them(serve_scripted: Any) -> None:

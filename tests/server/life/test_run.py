@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from qinfer.errors import UserError
 from qinfer.llm import LLM
@@ -27,7 +28,9 @@ def load():
     if len(sys.argv) > 2:
         print("loading", file=sys.stderr, flush=True)
         time.sleep(600)
+    from qinfer import backend
     from qinfer.llm import LLM
+    backend.fallbacks["rms_norm", 'rows "too" long'] = 3
     return LLM(sys.argv[1], served_model_name="tiny", num_kv_blocks=256)
 
 serve(load, port=0)
@@ -51,6 +54,14 @@ def test_a_real_engine_serves_streams_and_ends_with_zero(model_dir, start):
     assert not Path(f"/proc/{child}").exists()
     listen("127.0.0.1", int(url.rsplit(":", 1)[1])).close()  # free at once
     assert process.said == [f"tiny is served at {url}/v1 (dense weights: no verdict needed)\n"]
+
+
+def test_ops_without_a_kernel_are_counted_where_they_run_and_told_where_they_are_asked_for(model_dir, start):
+    process = start("-c", SERVE, str(model_dir))
+    families = text_string_to_metric_families(httpx.get(f"{process.url()}/metrics", timeout=60).text)
+    (family,) = (one for one in families if one.name == "qinfer_kernel_fallbacks")
+    labels = {"model_name": "tiny", "op": "rms_norm", "reason": 'rows "too" long'}
+    assert [(sample.labels, sample.value) for sample in family.samples] == [(labels, 3)]
 
 
 def test_what_an_engine_elsewhere_answers_is_what_one_here_does(model_dir, start):
