@@ -7,20 +7,16 @@ import math
 import re
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import yaml
-
-from qinfer.async_llm import AsyncLLM
-from qinfer.llm import LLM
-from qinfer.server.app import build_app
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "qinfer.json").read_text())
@@ -88,13 +84,20 @@ class Prometheus:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, run_app: Any) -> Iterator[str]:
-    engine = AsyncLLM(LLM(str(model_dir), served_model_name="tiny", num_kv_blocks=64))
-    try:
-        with run_app(build_app(engine)) as url:
-            yield url
-    finally:
-        assert engine.shutdown(60)
+def server(model_dir: Path) -> Iterator[str]:
+    """`qinfer serve`: a process for the clients, a child of it for the engine."""
+    command = [sys.executable, "-m", "qinfer", "serve", str(model_dir), "--served-model-name", "tiny"]
+    command += ["--port", "0", "--memory", "1GiB", "--max-num-seqs", "4", "--json"]
+    with subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            lines = [process.stdout.readline()]
+            while lines[-1] not in ("}\n", ""):  # "": it ended
+                lines.append(process.stdout.readline())
+            yield str(json.loads("".join(lines))["url"])
+        finally:
+            process.terminate()
+        assert process.wait(PATIENCE) == 0
 
 
 @pytest.fixture(scope="module")
