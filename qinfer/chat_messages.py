@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 _NOT_TEMPLATE_VARIABLES = frozenset(
     {
         *("conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-        *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "messages"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "sanitize_control_tokens", "messages", "self"),
     }
 )
 

@@ -29,6 +29,12 @@ from qinfer.checkpoint.spelling import ByteLevelSpelling, SentencePieceSpelling,
 from qinfer.checkpoint.token_reach import token_reach
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
 
+# a template is a program of the model's author, run on the caller's data: these are its ways to fail
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    RecursionError,
+)
+
 
 class Tokenizer:
     """One model's tokenizer; safe to share between threads.
@@ -135,6 +141,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Sequence[Message],
+        /,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -169,8 +176,7 @@ class Tokenizer:
                 tokenize=False,
                 **variables,
             )
-        # a template is a program of the model's author, run on the caller's data: these are its ways to fail
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise UserError(f"the chat template refuses these messages: {error}", "messages") from error
         return text
 

@@ -19,7 +19,8 @@ from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.errors import ApiError, Failure, failure_of
-from qinfer.server.protocol import CompletionRequest, OpenBody
+from qinfer.server.open_body import OpenBody
+from qinfer.server.protocol import CompletionRequest
 from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.sampling import chat_params, completion_params
 

@@ -23,8 +23,9 @@ from qinfer.errors import UserError
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.errors import Failure, invalid
+from qinfer.server.open_body import OpenBody
 from qinfer.server.options import MAX_BODY_BYTES
-from qinfer.server.protocol import CompletionRequest, OpenBody
+from qinfer.server.protocol import CompletionRequest
 from qinfer.server.responses_protocol import ResponsesRequest
 
 BODIES: dict[str, type[OpenBody]] = {

@@ -26,7 +26,8 @@ from qinfer.server import chat, completions, embeddings, responses
 from qinfer.server.chat_protocol import ChatRequest
 from qinfer.server.embeddings import EmbeddingsRequest
 from qinfer.server.errors import Failure, failure_of
-from qinfer.server.protocol import CompletionRequest, OpenBody
+from qinfer.server.open_body import OpenBody
+from qinfer.server.protocol import CompletionRequest
 from qinfer.server.response_store import ResponseStore
 from qinfer.server.responses_protocol import ResponsesRequest
 from qinfer.server.state import ServerState

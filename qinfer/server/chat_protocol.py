@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
-from qinfer.server.protocol import Count, GenerationRequest, OpenBody, Text, list_or_not
+from qinfer.server.open_body import OpenBody, check_depth
+from qinfer.server.protocol import Count, GenerationRequest, Text, list_or_not
 from qinfer.server.tools import NamedChoice, ToolChoice, Tools, check_choice, form_of_calls
 from qinfer.structured_outputs import StructuredOutputsParams
 
@@ -49,6 +50,7 @@ class PastFunction(BaseModel):
             value = None
         if not isinstance(value, dict):
             raise ValueError("arguments must be the text of a JSON object")
+        check_depth(value)
         return text
 
 

@@ -22,7 +22,8 @@ from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.answer import encoded, truncated
 from qinfer.server.errors import ApiError
-from qinfer.server.protocol import Count, OpenBody, Text, TokenIds, kind_of
+from qinfer.server.open_body import OpenBody
+from qinfer.server.protocol import Count, Text, TokenIds, kind_of
 from qinfer.server.sampling import check_room
 from qinfer.server.state import ServerState
 from qinfer.server.streaming import merge

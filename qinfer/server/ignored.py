@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from starlette.requests import Request
 
-from qinfer.server.protocol import OpenBody
+from qinfer.server.open_body import OpenBody
 
 logger = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from qinfer.server.open_body import OpenBody
 from qinfer.structured_outputs import StructuredOutputsParams
 
 MAX_PROMPTS = 1024
@@ -78,21 +79,6 @@ Stops = Annotated[
         list_or_not, custom_error_type="stop_type", custom_error_message="must be text or a list of texts"
     ),
 ]
-
-
-class OpenBody(BaseModel):
-    """A body that may bring fields which mean nothing here."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @property
-    def unread(self) -> list[str]:
-        """Names of those fields; of fields within fields, after the outer one and a dot."""
-        names = list(self.model_extra or ())
-        for name in type(self).model_fields:
-            if isinstance(inner := getattr(self, name), OpenBody):
-                names += [f"{name}.{one}" for one in inner.unread]
-        return names
 
 
 class StreamOptions(OpenBody):

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, Validatio
 
 from qinfer.server.chat_protocol import MAX_MESSAGES, ChatRequest
 from qinfer.server.errors import ApiError, invalid
-from qinfer.server.protocol import Count, OpenBody, Priority, Text, list_or_not
+from qinfer.server.open_body import OpenBody
+from qinfer.server.protocol import Count, Priority, Text, list_or_not
 from qinfer.server.response_input import ChatMessages, Item, append_item
 
 

@@ -18,8 +18,9 @@ from qinfer.server.door import SHUT, Door
 from qinfer.server.errors import ApiError
 from qinfer.server.ignored import Ignored
 from qinfer.server.infill import Marks, marks_of
+from qinfer.server.open_body import OpenBody
 from qinfer.server.options import ServerOptions
-from qinfer.server.protocol import CompletionRequest, GenerationRequest, OpenBody
+from qinfer.server.protocol import CompletionRequest, GenerationRequest
 from qinfer.server.tools import ToolParser, parser_of
 from qinfer.server.wire import ModelCard, Permission
 

@@ -14,7 +14,8 @@ from pydantic import Discriminator, Tag
 from qinfer.server.chat_protocol import Conversation
 from qinfer.server.conversation import rendered
 from qinfer.server.errors import ApiError
-from qinfer.server.protocol import OpenBody, Text, TokenIds
+from qinfer.server.open_body import OpenBody
+from qinfer.server.protocol import Text, TokenIds
 from qinfer.server.state import ServerState
 from qinfer.server.wire import Body
 

@@ -246,6 +246,7 @@ class Served:
         answer = self.post(path, {**body, "stream": True})
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert (answer.headers["cache-control"], answer.headers["x-accel-buffering"]) == ("no-cache", "no")
         events = answer.text.split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
         return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
