@@ -71,16 +71,21 @@ const Chat = (() => {
 
   /* The question at that place with that text, and nothing that came after it. */
   function again(at, text) {
-    if (running || !text.trim()) return;
-    chat.messages.length = at;
-    send(text);
+    if (!cannotSend(text)) send(text, chat.messages.splice(at));
   }
 
-  async function send(text) {
+  /* Whether a text cannot be sent now; says why where that is not plain to see. */
+  function cannotSend(text) {
     const wrong = Settings.complaint();
-    if (running || !text.trim()) return;
-    if (wrong) return problem(byId("problem"), wrong);
-    question.value = "";
+    if (running || !text.trim()) return true;
+    if (wrong) problem(byId("problem"), wrong);
+    return Boolean(wrong);
+  }
+
+  /* Asks, in the place of messages that come back where no answer does. */
+  async function send(text, replaced = []) {
+    if (cannotSend(text)) return;
+    if (!replaced.length) question.value = "";
     question.focus();
     if (!chat.messages.length) chat.title = text.trim().slice(0, 60);
     const answer = { role: "assistant", content: "" };
@@ -89,8 +94,8 @@ const Chat = (() => {
     const asked = chat;
     await receive(answer, messages.lastElementChild);
     if (!answer.content && answer.note.end !== "stop") {
-      asked.messages.length -= 2; // nothing came: the question goes back to where it was typed
-      question.value ||= text;
+      asked.messages.splice(-2, 2, ...replaced);
+      if (text !== replaced[0]?.content) question.value ||= text; // back to where it was typed
     }
     Store.saveChats();
     show();
@@ -113,13 +118,15 @@ const Chat = (() => {
     const mine = running;
     const clock = new Clock();
     const painter = new Painter(element, answer);
+    const asked = body();
     busy(element, true);
     try {
-      await Api.chat(body(), mine.controller.signal, (chunk) => {
+      await Api.chat(asked, mine.controller.signal, (chunk) => {
         const choice = chunk.choices[0];
         answer.content += choice?.delta.content ?? "";
         clock.take(chunk);
-        answer.note = clock.note(choice?.finish_reason);
+        const isFull = choice?.finish_reason === "length" && !(clock.tokens >= asked.max_completion_tokens);
+        answer.note = clock.note(isFull ? "full" : choice?.finish_reason);
         painter.ask();
       });
       byId("announcer").textContent = `The model says: ${answer.content}`;

@@ -2,7 +2,7 @@
 /* One message of a conversation on the page. */
 const Message = (() => {
   const { make, seconds, rate } = Dom;
-  const ENDS = { length: "cut at the longest answer", stopped: "stopped", failed: "broken off" };
+  const ENDS = { length: "cut at the longest answer", full: "cut: no more room", stopped: "stopped", failed: "broken off" };
 
   /* Its element; `acts` are the buttons under it, by label. */
   function element(message, acts = {}) {

@@ -123,6 +123,49 @@ def test_an_edited_question_is_asked_again_without_what_came_after_it(
     assert not {"one", "two", "yes"} & set(re.findall(r"\w+", prompts[-1]))
 
 
+EDIT = "[...document.querySelectorAll('.message')[0].querySelectorAll('button')].at(-1).click()"
+WORDS = "[...document.querySelectorAll('.message .body')].map((one) => one.innerText.slice(0, 3))"
+
+
+def test_what_cannot_be_asked_anew_leaves_the_conversation_as_it_was(
+    serve_scripted: Any, open_page: Open, tokenizer: Any
+) -> None:
+    with serve_scripted(listener([], tokenizer)) as served:
+        page = open_page(f"{served.url}/")
+        for number, text in enumerate(("one", "two"), 1):
+            ask(page, text)
+            page.wait(f"{IDLE} && document.querySelectorAll('.message').length === {2 * number}")
+        for name, value, said in (
+            ("temperature", "3", "Temperature: "),
+            ("system", "too long " * 200, "this model's maximum context length is"),
+        ):
+            page.run(
+                "(name, value) => { document.querySelector(`[name=${name}]`).value = value }", name, value
+            )
+            page.js(EDIT)
+            page.wait("document.activeElement.ariaLabel === 'Your message'")
+            page.js("document.activeElement.select()")
+            page.type("three")
+            page.press("Enter")
+            page.wait(
+                f"document.querySelector('#problem').innerText.startsWith({json.dumps(said)}) && {IDLE}"
+            )
+            page.open(f"{served.url}/")
+            assert page.wait(f"document.querySelectorAll('.message').length === 4 && {WORDS}") == [
+                *("one", "yes", "two", "yes")
+            ]
+        page.complaints.clear()  # Chromium logs every 400
+
+
+def test_an_answer_below_its_limit_ends_where_the_context_does(serve_scripted: Any, open_page: Open) -> None:
+    with serve_scripted(lambda prompt_ids, choice: [97] * 1000) as served:
+        page = open_page(f"{served.url}/")
+        page.js("document.querySelector('#set-max_completion_tokens').value = 1000")
+        ask(page, "Go on for ever")
+        page.wait(f"{IDLE} && document.querySelector('.message.assistant .note').innerText.includes('cut')")
+        assert page.text(".message.assistant .note").endswith("cut: no more room")
+
+
 def test_settings_are_sent_kept_and_bounded(serve_scripted: Any, open_page: Open, tokenizer: Any) -> None:
     prompts: list[str] = []
     with serve_scripted(listener(prompts, tokenizer), served_model_names=["tiny", "other"]) as served:
