@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from qinfer import __version__
 from qinfer.bench.arrivals import Arrivals
 from qinfer.bench.dataset import Dataset
+from qinfer.bench.probes import probe_numbers, probing
 from qinfer.bench.prompts import Prompt, texts_of
 from qinfer.bench.sample import Sample, Target, ask, since
 from qinfer.bench.server_facts import Counters, first_model, hit_rate, status_of, wait_until_ready
@@ -42,7 +43,10 @@ _WARM_CACHE = (
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server; `slo` in milliseconds by metric, `fields` go into every body."""
+    """What is asked of the server; `slo` in milliseconds by metric, `fields` go into every body.
+
+    `probe_rate` short questions a second are asked beside it.
+    """
 
     dataset: Dataset
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -52,6 +56,7 @@ class Load:
     slo: Mapping[str, float] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
     profile: bool = False
+    probe_rate: float = 0.0
 
     @property
     def warmups(self) -> int:
@@ -92,7 +97,8 @@ async def measure(
     before = await Counters.read(target.address)
     if load.profile:
         await _profile(target, "start")
-    samples, duration = await run(target, prompts, load, fields, progress=progress)
+    async with probing(target, load.probe_rate, fields) as probes:
+        samples, duration = await run(target, prompts, load, fields, progress=progress)
     if load.profile:
         await _profile(target, "stop")
     after = await Counters.read(target.address)
@@ -119,6 +125,7 @@ async def measure(
         "max_concurrency": load.max_concurrency,
         "warmup": warm,
         **numbers(samples, duration, load.percentiles, load.slo),
+        **probe_numbers(probes, load.probe_rate),
         "prefix_cache_hit_rate": hits,
         "server_metrics": grown,
     }

@@ -70,6 +70,9 @@ def serve(
     ramp_up_strategy: Annotated[str | None, typer.Option(help="linear or exponential.")] = None,
     ramp_up_start_rps: Annotated[float | None, typer.Option(help="Rate at the first request.")] = None,
     ramp_up_end_rps: Annotated[float | None, typer.Option(help="Rate at the last request.")] = None,
+    probe_request_rate: Annotated[
+        float, typer.Option(min=0.0, help="Questions for one token a second, told apart; 0: none.")
+    ] = 0.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests at once.")] = None,
     num_warmups: Annotated[
         int | None,
@@ -155,6 +158,7 @@ def serve(
             slo=slo,
             fields=_fields(context, target.chat),
             profile=profile,
+            probe_rate=probe_request_rate,
         )
         file = _file(context, save_result or append_result)
         served = asyncio.run(serving.served_model(target, ready_check_timeout_sec))

@@ -91,6 +91,23 @@ def test_a_rate_is_kept(serve_scripted, bench):
     assert json.loads(out)["duration"] >= 10 / 20
 
 
+def test_probes_go_around_the_load_and_are_told_apart(serve_scripted, bench, tmp_path):
+    words = ("--num-prompts", 6, "--random-input-len", 3, "--random-output-len", 10, "--max-concurrency", 1)
+    words += ("--num-warmups", 0, "--probe-request-rate", 20, "--save-result", "--result-dir", tmp_path)
+    with serve_scripted() as served:
+        served.scripted.seconds_per_step = STEP
+        code, out, err = bench(served.url, *words, "--result-filename", "x.json")
+        generated = served.get("/qinfer/stats").json()["tokens"]["generation"]
+    assert code == 0, err
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert (document["completed"], document["total_output_tokens"]) == (6, 60)
+    assert generated == 60 + document["probe_completed"]
+    assert document["probe_failed"] == 0
+    assert document["probe_completed"] >= 1  # the first is sent at once
+    assert 1e3 * STEP <= document["probe_median_e2el_ms"] <= document["probe_max_e2el_ms"]
+    assert f"{'Completed probes:':<40} {document['probe_completed']}" in out
+
+
 def test_requests_that_fail_are_counted(serve_scripted, bench):
     words = ("--num-prompts", 2, "--random-input-len", 3, "--num-warmups", 0)
     with serve_scripted() as served:
