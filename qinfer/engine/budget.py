@@ -31,6 +31,7 @@ from qinfer.engine.footprint import (
     weight_bytes,
 )
 from qinfer.engine.options import EngineOptions, StepLimits
+from qinfer.engine.plan import GRAPHED
 from qinfer.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -39,10 +40,10 @@ CPU_POOL = 2 * GIB  # a CPU engine's KV pool unless it is told otherwise: 93,200
 CPU_SHARE = 0.9  # and never more than this share of the RAM that is available now
 
 
-def measured_use(free_before: int, free_after: int) -> int:
-    """Bytes that a load or a profile run took, from free memory before and after; never negative.
+def warn_if_released(free_before: int, free_after: int) -> None:
+    """A neighbour on the device may release memory while use of it is measured: a warning, not an error.
 
-    A neighbour may release memory meanwhile: then free memory grows, and that is a warning, not an error.
+    What this process uses is told by torch, and so never negative.
     """
     if free_after > free_before:
         logger.warning(
@@ -50,7 +51,6 @@ def measured_use(free_before: int, free_after: int) -> int:
             format_size(free_before),
             format_size(free_after),
         )
-    return max(0, free_before - free_after)
 
 
 def budget_for(total: int, free: int, utilization: float = 0.92, memory: int | None = None) -> int:
@@ -148,8 +148,10 @@ def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
     """Limits with so few tokens a step that its planned peak is a small part of `room`, on a GPU.
 
     `room` is what weights leave of the budget, in bytes. Steps are not shortened where that saves little, and
-    there are always tokens for every sequence, and for the longest prompt where it may not be split.
+    there are always tokens for every sequence, and for the longest prompt where it may not be split. From
+    steps of 2,000 tokens it is half of them, which are graphs, and cost no more a token.
     """
+    wanted = limits.max_num_batched_tokens
     least = max(LEAST_TOKENS, limits.max_num_seqs, 0 if limits.chunked_prefill else limits.max_model_len)
     while room < SHARE * gpu_step_bytes(build, limits):
         shorter = limits._replace(max_num_batched_tokens=limits.max_num_batched_tokens // 2)
@@ -157,6 +159,8 @@ def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
         if shorter.max_num_batched_tokens < least or saves_little:
             break
         limits = shorter
+    if max(GRAPHED, least) < limits.max_num_batched_tokens <= min(2 * GRAPHED, wanted - 1):
+        limits = limits._replace(max_num_batched_tokens=max(GRAPHED, least))
     return limits
 
 

@@ -18,14 +18,12 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from qinfer.engine.activations import GRAPH_LAYER
-from qinfer.engine.budget import measured_use
 from qinfer.engine.plan import Shape, shapes
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StepGraphs:
-    """Captured steps of some shapes; `num_bytes` of device memory went into them."""
+    """Captured steps of some shapes; they took `num_bytes` of torch's memory, and some of the driver's."""
 
     def __init__(self, hidden: Tensor) -> None:
         """`hidden` [T, H] is where results of the largest shape have room."""
@@ -76,8 +74,7 @@ class StepGraphs:
 def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | None:
     """Graphs of steps of some shapes, all if None; the runner's kernels must be compiled.
 
-    `runner.graphs` is left as it was. Whoever asks for some shapes only can tell from their bytes what all
-    will take. None where the runner does not pad its steps.
+    `runner.graphs` is left as it was. None where the runner does not pad its steps.
     """
     if runner.buffers is None:
         return None
@@ -87,13 +84,12 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     longest = max(of).num_tokens
     hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     graphs = StepGraphs(hidden)
-    before = _held(device)
+    before = _reserved(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
     with torch.inference_mode(), torch.cuda.stream(_capture_stream(device)), _no_collection():
         for shape in tqdm(of, "capturing graphs", delay=1.0, leave=False):
             graphs.add(runner, shape)
-    planned = len(of) * decoder.config.num_layers * GRAPH_LAYER
-    graphs.num_bytes = taken(before, _held(device), planned) + hidden.nbytes
+    graphs.num_bytes = _reserved(device) - before + hidden.nbytes
     return graphs
 
 
@@ -140,26 +136,8 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
 
 
-class Held(NamedTuple):
-    """Memory of a device in bytes: free to all, and kept by torch for this process."""
-
-    free: int
-    reserved: int
-
-
-def _held(device: torch.device) -> Held:
-    """When torch keeps nothing unused."""
+def _reserved(device: torch.device) -> int:
+    """Bytes that torch keeps for this process, none of them unused."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
-    return Held(torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device))
-
-
-def taken(before: Held, after: Held, planned: int) -> int:
-    """Bytes that torch and the driver took, of which `planned` are expected to be the driver's.
-
-    Those show in the device's free memory alone, which others take and give back too: no more than twice
-    what is planned is believed.
-    """
-    by_torch = max(0, after.reserved - before.reserved)
-    lost = measured_use(before.free, after.free)
-    return by_torch + min(max(0, lost - by_torch), 2 * planned)
+    return torch.cuda.memory_reserved(device)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 from qinfer.engine.options import StepLimits
 
 _FINE, _COARSE, _FINE_UP_TO = 8, 16, 256  # steps between sizes of decode steps
-_MIXED, _MIXED_UP_TO = 64, 1024  # tokens of steps with prompts; longer ones keep a device busy anyway
+GRAPHED = 1024  # tokens: steps with prompts have graphs up to here where they may be so long
+_MIXED, _LONG, _LONG_UP_TO = 64, 256, 2048  # steps between sizes of those, of longer ones, and their end
 _FEW = 16  # sequences of the smaller of their shapes
 
 
@@ -61,8 +62,9 @@ def shapes(limits: StepLimits) -> list[Shape]:
     """All shapes of padded steps, the largest first."""
     found = [Shape(size, size) for size in buckets(limits.max_num_seqs)]
     for room in _rooms(limits):
-        sizes = range(_rounded_up(room + 1), _mixed_up_to(limits) + 1, _MIXED)
-        found += [Shape(num_tokens, room) for num_tokens in sizes]
+        least, most = _rounded_up(room + 1), _mixed_up_to(limits)
+        sizes = *range(_MIXED, GRAPHED, _MIXED), *range(GRAPHED, most + 1, _LONG)
+        found += [Shape(num_tokens, room) for num_tokens in sizes if least <= num_tokens <= most]
     return sorted(found, reverse=True)
 
 
@@ -72,11 +74,17 @@ def _rooms(limits: StepLimits) -> list[int]:
 
 
 def _mixed_up_to(limits: StepLimits) -> int:
-    return min(_MIXED_UP_TO, _rounded_up(limits.max_num_batched_tokens // 4))  # they keep their peak besides
+    """The longest padded step: it keeps its peak, so beyond GRAPHED it is a small part of the longest step.
+
+    A host launches the kernels of a step one by one in the time that 2,000 tokens of an 8B model take.
+    """
+    longest = limits.max_num_batched_tokens
+    return max(min(GRAPHED, _rounded_up(longest)), min(_LONG_UP_TO, longest // 4 // _LONG * _LONG))
 
 
 def _rounded_up(num_tokens: int) -> int:
-    return -(-num_tokens // _MIXED) * _MIXED
+    step = _MIXED if num_tokens <= GRAPHED else _LONG
+    return -(-num_tokens // step) * step
 
 
 def bucket(count: int, largest: int) -> int:

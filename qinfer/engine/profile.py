@@ -5,7 +5,7 @@ prompt, and all are sampled. Then comes what copies logits, for as many rows as 
 penalties, biases, log-probabilities, over the longest texts. Decoder and kernels are those that will serve.
 Only the pages are few: all sequences share one, since launches and workspaces depend on shapes alone.
 
-Of the graphs, which share one pool of memory, the largest and some more are captured, for what each costs.
+Of the graphs, which share one pool of memory, the largest and some more are captured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from qinfer import backend
 from qinfer.engine.activations import GRAPH_LAYER, with_gaps
+from qinfer.engine.budget import warn_if_released
 from qinfer.engine.footprint import format_size
 from qinfer.engine.graphs import capture
 from qinfer.engine.kv_pool import KVPool
@@ -30,7 +31,7 @@ from qinfer.errors import UserError
 from qinfer.model.decoder import Decoder
 from qinfer.sampling_params import SamplingParams
 
-SOME = 6  # graphs that are captured to find what each costs
+SOME = 6  # graphs that are captured to find what all take
 
 
 class StepUse(NamedTuple):
@@ -50,7 +51,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated(device)
+    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
     runner = Runner(decoder, pool, limits)
     runs_kernels = backend.runs_kernels()
     if runs_kernels:
@@ -69,6 +70,7 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     graphs = _graph_bytes(runner) if runs_kernels and not options.enforce_eager else 0
     del runner, pool
     torch.cuda.empty_cache()
+    warn_if_released(free, torch.cuda.mem_get_info(device)[0])
     return StepUse(activations, graphs)
 
 
@@ -106,13 +108,14 @@ def _demanding(index: int, text: list[int], max_logprobs: int) -> Sequence:
 
 
 def _graph_bytes(runner: Runner) -> int:
-    """What the graphs of all sizes will take."""
+    """What the graphs of all shapes will take: torch's part as measured, the driver's for each as planned.
+
+    All use the same pool, so that some tell its size: the largest, and the largest that makes logits. The
+    driver's part would show in the device's free memory alone, where it is lost among what others take.
+    """
     sizes = shapes(runner.limits)
-    largest = capture(runner, sizes[:1])
-    some = capture(runner, sizes[:SOME])
-    if largest is None or some is None:
+    decodes = next(shape for shape in sizes if shape.decodes)
+    some = capture(runner, list(dict.fromkeys([*sizes[:SOME], decodes])))
+    if some is None:
         return 0
-    count = min(SOME, len(sizes))
-    each = max(0, some.num_bytes - largest.num_bytes) // max(1, count - 1)
-    each = max(each, runner.decoder.config.num_layers * GRAPH_LAYER)
-    return max(largest.num_bytes, some.num_bytes) + each * (len(sizes) - count)
+    return some.num_bytes + len(sizes) * runner.decoder.config.num_layers * GRAPH_LAYER

@@ -73,7 +73,7 @@ def test_plan_shortens_steps_where_the_budget_is_small_and_says_so(qinfer, llama
         return {row["scheme"]: row["max_num_batched_tokens"] for row in rows}
 
     settled = steps()
-    assert settled["dense"] == 2048
+    assert settled["dense"] == 1024  # whose graphs a host launches at once
     assert settled["w4a16 g128 asym"] == 1024  # where no weight is unpacked
     assert set(steps("--max-num-batched-tokens", 8192).values()) == {8192}
     assert "a step of" in qinfer("plan", llama, "--memory", "24GiB").stdout

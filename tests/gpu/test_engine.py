@@ -124,6 +124,7 @@ def test_last_layer_of_sampled_rows_alone(scheme: str, folders: Any, choose: Any
         str(folders("qwen2", "bfloat16", scheme)),
         **{**SMALL, "max_num_batched_tokens": 256, "block_size": 16},
     )
+    llm.engine.runner.buffers = None  # as for steps that are longer than any graph
     chunks = Chunk(0, 0, 90, sample=True, lane=0), Chunk(1, 0, 60, sample=True, lane=1)
     plan = StepPlan(chunks, {0: range(1, 7), 1: range(11, 17)})
     ids = {0: IDS[:90], 1: IDS[30:90]}
