@@ -23,7 +23,18 @@ const Chat = (() => {
     byId("stop").addEventListener("click", stop);
     byId("new-chat").addEventListener("click", () => open(blank()));
     byId("export").addEventListener("click", save);
+    stayAtEnd();
     open(Store.chats[0] ?? Store.newChat());
+  }
+
+  /* Whoever reads the end still does when the window changes, as when a phone shows its keyboard. */
+  function stayAtEnd() {
+    let height = messages.clientHeight;
+    new ResizeObserver(() => {
+      const below = messages.scrollHeight - messages.scrollTop - height;
+      height = messages.clientHeight;
+      if (below < 40) messages.scrollTop = messages.scrollHeight;
+    }).observe(messages);
   }
 
   const blank = () => Store.chats.find((one) => !one.messages.length) ?? Store.newChat();

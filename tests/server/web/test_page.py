@@ -166,6 +166,25 @@ def test_an_answer_below_its_limit_ends_where_the_context_does(serve_scripted: A
         assert page.text(".message.assistant .note").endswith("cut: no more room")
 
 
+def test_the_end_stays_in_sight_when_the_window_shrinks(
+    serve_scripted: Any, open_page: Open, tokenizer: Any
+) -> None:
+    below = "(({scrollHeight, scrollTop, clientHeight: h}) => scrollHeight - scrollTop - h)"
+    with serve_scripted(lambda prompt_ids, choice: [*b"yes", *tokenizer.eos_token_ids]) as served:
+        page = open_page(f"{served.url}/", width=500, height=700)
+        ask(page, "a\n" * 50 + "b")
+        page.wait(f"{IDLE} && document.querySelectorAll('.message').length === 2")
+        page.wait(f"{below}(document.querySelector('#messages')) < 2")
+        tall = page.js("document.querySelector('#messages').clientHeight")
+        page.resize(500, 450)
+        page.wait(f"document.querySelector('#messages').clientHeight < {tall}")
+        page.wait(f"{below}(document.querySelector('#messages')) < 2")
+        page.js("document.querySelector('#messages').scrollTop = 0")
+        page.resize(500, 500)
+        page.wait(f"document.querySelector('#messages').clientHeight > {tall - 250}")
+        assert page.js("document.querySelector('#messages').scrollTop") == 0  # who reads above is left there
+
+
 def test_settings_are_sent_kept_and_bounded(serve_scripted: Any, open_page: Open, tokenizer: Any) -> None:
     prompts: list[str] = []
     with serve_scripted(listener(prompts, tokenizer), served_model_names=["tiny", "other"]) as served:
