@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from qinfer.outputs import LogprobsOnePosition
 from qinfer.sampling_params import SamplingParams
 
+MAX_LENGTH_PENALTY = 10.0  # a length to its power, or one over it, is a number for any context
+
 
 @dataclass
 class Beam:

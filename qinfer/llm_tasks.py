@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qinfer.beam_search import Beam, BeamSearch
+from qinfer.beam_search import MAX_LENGTH_PENALTY, Beam, BeamSearch
 from qinfer.detokenizer import Detokenizer
 from qinfer.engine.continuation import Continuation
 from qinfer.engine.pooling import pooling_of
@@ -45,7 +45,7 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         check_whole("beam_width", self.beam_width, 1, MAX_BEAMS)
         check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        check_real("length_penalty", self.length_penalty, -100.0, 100.0)
+        check_real("length_penalty", self.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
         for name in ("structured_outputs", "allowed_token_ids"):
             if getattr(self, name) is not None:
                 raise NotImplementedError(f"qinfer does not have BeamSearchParams({name}=...)")

@@ -2,7 +2,9 @@
 
 import math
 
-from qinfer.beam_search import BeamSearch
+import pytest
+
+from qinfer.beam_search import MAX_LENGTH_PENALTY, Beam, BeamSearch
 from qinfer.outputs import Logprob
 
 END = 9
@@ -42,3 +44,9 @@ def test_a_search_is_over_when_every_beam_has_ended() -> None:
     search.advance([entries(t9=1.0)])
     assert search.live == []
     assert [beam.token_ids for beam in search.best()] == [[7, END]]
+
+
+@pytest.mark.parametrize("penalty", [-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY])
+def test_beams_of_any_length_compare_at_any_penalty(penalty: float) -> None:
+    better, worse = (Beam([7] * (1 << 22), cum_logprob=logprob) for logprob in (-1e6, -2e6))
+    assert -math.inf < worse.score(penalty) < better.score(penalty) < 0

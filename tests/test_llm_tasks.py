@@ -1,6 +1,7 @@
 """LLM.embed and LLM.beam_search: against hidden states and searches written out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -58,8 +59,10 @@ def test_a_search_ends_where_the_context_does(llm: LLM) -> None:
         llm.beam_search([65] * 64, BeamSearchParams(beam_width=2, max_tokens=1))
 
 
-@pytest.mark.parametrize("bad", [{"beam_width": 0}, {"beam_width": 65}, {"max_tokens": 0}])
-def test_bad_searches_are_refused(bad: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "bad", [{"beam_width": 0}, {"beam_width": 65}, {"max_tokens": 0}, {"length_penalty": -10.1}]
+)
+def test_bad_searches_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UserError) as raised:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 2, **bad})
     assert raised.value.parameter == next(iter(bad))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from qinfer.beam_search import Beam, BeamSearch
+from qinfer.beam_search import MAX_LENGTH_PENALTY, Beam, BeamSearch
 from qinfer.detokenizer import Detokenizer
 from qinfer.outputs import CompletionOutput, LogprobsOnePosition, RequestOutput
+from qinfer.param_checks import check_real
 from qinfer.sampling_params import SamplingParams
 from qinfer.server.errors import ApiError
 from qinfer.server.protocol import GenerationRequest
@@ -22,10 +23,12 @@ _MEANINGLESS = (
 
 
 def _check(request: GenerationRequest, params: SamplingParams) -> None:
-    """ApiError for a field that beam search does not obey."""
+    """ApiError for a field that beam search does not obey, UserError for one out of range."""
     for name in _MEANINGLESS:
         if getattr(params, name):
             raise ApiError(400, f"{name} means nothing in beam search: leave it out", name)
+    if request.length_penalty is not None:
+        check_real("length_penalty", request.length_penalty, -MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY)
     if getattr(request, "echo", False):
         raise ApiError(400, "echo means nothing in beam search: leave it out", "echo")
 

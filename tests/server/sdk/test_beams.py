@@ -65,6 +65,8 @@ def test_chat(client, strictly):
         {"echo": True},
         {"logit_bias": {"5": 1}},
         {"extra_body": {**BEAMS, "structured_outputs": {"regex": "a"}}},
+        {"extra_body": {**BEAMS, "length_penalty": 10.1}},
+        {"extra_body": {**BEAMS, "length_penalty": -1e308}},
     ],
 )
 def test_what_goes_with_no_beams_is_400(client, more):
