@@ -7,15 +7,28 @@ Tools that OpenAI runs itself (searches, shells) do not exist here; the model is
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from qinfer.server.chat_protocol import MAX_MESSAGES, ChatRequest
 from qinfer.server.errors import ApiError, invalid
 from qinfer.server.open_body import OpenBody
 from qinfer.server.protocol import Count, Priority, Text, list_or_not
 from qinfer.server.response_input import ChatMessages, Item, append_item
+
+
+def _finite(value: Any) -> Any:
+    """Python reads NaN and infinity, but the response that repeats them would be no JSON."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("NaN and infinity are no JSON") from None
+    return value
+
+
+Repeatable = BeforeValidator(_finite)
 
 
 class TextFormat(BaseModel):
@@ -58,13 +71,13 @@ class ResponsesRequest(OpenBody):
     top_p: float | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    tools: Annotated[list[dict[str, Any]] | None, Repeatable] = None
+    tool_choice: Annotated[Literal["none", "auto", "required"] | dict[str, Any] | None, Repeatable] = None
     parallel_tool_calls: bool | None = None
-    text: TextOptions | None = None
+    text: Annotated[TextOptions | None, Repeatable] = None
     previous_response_id: Text | None = None
     store: bool | None = None
-    metadata: Annotated[dict[str, Any], Field(max_length=16)] | None = None
+    metadata: Annotated[Annotated[dict[str, Any], Field(max_length=16)] | None, Repeatable] = None
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None

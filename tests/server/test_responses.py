@@ -137,3 +137,20 @@ def test_the_store_forgets_the_oldest():
     store.delete("4")
     with pytest.raises(ApiError):
         store.get("4")
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400"])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("metadata", '{"a": %s}'),
+        ("tools", '[{"type": "function", "name": "f", "parameters": {"const": %s}}]'),
+        ("tool_choice", '{"type": "function", "name": "f", "x": %s}'),
+        ("text", '{"format": {"type": "json_schema", "schema": {"const": %s}}}'),
+    ],
+)
+def test_what_a_response_repeats_is_json(served, field, value, number):
+    body = f'{{"input": "Hello", "max_output_tokens": 1, "{field}": {value % number}}}'
+    answer = served.client.post(PATH, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
