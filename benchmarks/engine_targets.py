@@ -52,7 +52,7 @@ class Comparison(NamedTuple):
 
 def comparisons(found: Documents) -> Iterator[Comparison]:
     """All that these documents of settings, by their labels, allow."""
-    done = {label: document for label, document in found.items() if document is not None}
+    done = {label: document for label, document in found.items() if isinstance(document, dict)}
     for label, target in THROUGHPUT.items():
         if label in done:
             yield Comparison(f"{label}: tokens/s", done[label][SPEED], target)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qinfer.chat_messages import Message, check_variables, plain_messages, read_template
 from qinfer.checkpoint.files import read_json
@@ -30,10 +29,8 @@ from qinfer.checkpoint.token_reach import token_reach
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
 
 # a template is a program of the model's author, run on the caller's data: these are its ways to fail
-_TEMPLATE_ERRORS = (
-    *(jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    RecursionError,
-)
+_DATA_ERRORS = ValueError, TypeError, LookupError, AttributeError, ArithmeticError
+_TEMPLATE_ERRORS = jinja2.TemplateError, *_DATA_ERRORS, RecursionError
 
 
 class Tokenizer:
@@ -205,6 +202,9 @@ def _load_hf(path: Path) -> Any:
         raise CheckpointError(
             f"{path} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json): copy it there"
         )
+    # a second of importing, for those alone who have a tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
     try:
         hf = loader.from_pretrained(str(path), local_files_only=True)

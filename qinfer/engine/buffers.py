@@ -21,6 +21,7 @@ from qinfer.engine.plan import Shape, shapes
 from qinfer.engine.sampler import Draw
 
 _BY_TOKEN, _BY_SEQUENCE = 4, 8  # rows of numbers
+_SMALL = 4096  # page numbers: up to here whole rows arrive, and a launch is saved
 Numbers = TypeVar("Numbers", Tensor, Ints)
 
 
@@ -37,6 +38,7 @@ class StepBuffers:
         fixed = _BY_TOKEN * self._widths[0] + _BY_SEQUENCE * self._widths[1]
         self._arriving = torch.zeros(fixed + num_lanes * max_pages, dtype=torch.int64, device=device)
         self._table = torch.zeros(num_lanes, max_pages, dtype=torch.int64, device=device)
+        self._max_pages = max_pages
         self._fixed = fixed
         self._by_token, self._by_sequence = self._parts(self._arriving)
         self._inputs: dict[Shape, StepInputs] = {}  # of steps that sample all rows, and draw none
@@ -47,7 +49,7 @@ class StepBuffers:
         if found is None:
             token_ids, positions, slots, lanes = self._by_token[:, : shape.num_tokens]
             batch = ops.PagedBatch(
-                self._table[: shape.num_seqs],
+                self._arrived_table(shape) if self._is_small(shape) else self._table[: shape.num_seqs],
                 self._by_sequence[0, : shape.num_seqs],
                 self._by_sequence[1, : shape.num_seqs + 1],
             )
@@ -66,7 +68,8 @@ class StepBuffers:
 
     def fill(self, arrays: StepArrays, draw: Draw | None, shape: Shape) -> StepInputs:
         """Copies a step over without waiting, padded to `shape`."""
-        count, width = len(arrays.lanes), arrays.width
+        count = len(arrays.lanes)
+        width = self._max_pages if self._is_small(shape) else arrays.width
         size = self._fixed + shape.num_seqs * width
         pinned = torch.empty(size, dtype=torch.int64, pin_memory=self._arriving.is_cuda)
         numbers: Ints = pinned.numpy()
@@ -75,9 +78,17 @@ class StepBuffers:
         table[:count] = self._tables.pages[arrays.lanes, :width]
         table[count:] = 0
         self._arriving[:size].copy_(pinned, non_blocking=True)
-        self._table[: shape.num_seqs, :width].copy_(self._arriving[self._fixed : size].view(-1, width))
+        if not self._is_small(shape):
+            self._table[: shape.num_seqs, :width].copy_(self._arriving[self._fixed : size].view(-1, width))
         num_sampled = None if arrays.is_decode else len(arrays.sample_rows)
         return self.inputs(shape, num_sampled, drawn=draw is not None)
+
+    def _is_small(self, shape: Shape) -> bool:
+        return shape.num_seqs * self._max_pages <= _SMALL
+
+    def _arrived_table(self, shape: Shape) -> Tensor:
+        size = shape.num_seqs * self._max_pages
+        return self._arriving[self._fixed : self._fixed + size].view(-1, self._max_pages)
 
     def _write(self, numbers: Ints, arrays: StepArrays, draw: Draw | None) -> None:
         by_token, by_sequence = self._parts(numbers)

@@ -5,8 +5,9 @@ longer. A graph holds them all with their arguments. So its inputs lie at fixed 
 there is one graph for every padded shape (`plan.shapes`). Nothing in a step depends on lengths but contents
 of tensors: the attention's work is cut on the device.
 
-Graphs share one pool of memory, and the largest is captured first, so that the others find room in what it
-took: they never run at the same time. A graph ends with hidden states, because what follows differs from step
+Graphs share one pool of memory, and those that need most are captured first, so that the others find room in
+what they took: they never run at the same time. These are the largest decode step, whose logits are one
+tensor, then the largest of all. A graph ends with hidden states, because what follows differs from step
 to step, and logits of every size would have to be kept. What follows a decode step of greedy sequences alone
 is a second graph, down to their tokens; else logits and sampling are launched one by one.
 """
@@ -80,6 +81,7 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
         return None
     runner.buffers.clear()
     of = shapes(runner.limits) if of is None else of
+    of = sorted(of, key=lambda shape: shape.num_tokens < runner.limits.max_num_seqs or not shape.decodes)
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
     hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)

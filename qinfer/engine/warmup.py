@@ -3,13 +3,15 @@
 A kernel's variant depends on the model's shapes, which are all there, and on a step's number of tokens or
 sequences only by size classes: the tables' rows end at powers of two, the formulas' somewhere between. So a
 step of every power of two, and of one and a half times that, asks for all. The steps run as real ones do, but
-nothing is computed by kernels (`backend.compiling_ahead`) and nothing is stored in the pages.
+nothing is computed by kernels (`backend.compiling_ahead`), nothing is stored in the pages, and of layers that
+are alike two or three speak for all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -18,6 +20,9 @@ from qinfer.engine.graphs import capture, why_it_waits
 from qinfer.engine.options import StepLimits
 from qinfer.engine.plan import Chunk, StepPlan, shapes
 from qinfer.engine.runner import Runner
+from qinfer.model.decoder import Decoder
+from qinfer.model.layer import Layer
+from qinfer.model.parts import Mlp
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +44,7 @@ def make_ready(runner: Runner, *, eager: bool) -> None:
 def compile_kernels(runner: Runner) -> None:
     """Compiles the kernels of every step within the runner's limits, which pads none if its model waits."""
     assert runner.buffers is not None
-    with backend.compiling_ahead():
+    with backend.compiling_ahead(), _few_layers(runner.decoder):
         if why_it_waits(runner) is None:
             for shape in shapes(runner.limits):
                 runner.forward(runner.buffers.inputs(shape))
@@ -51,6 +56,38 @@ def compile_kernels(runner: Runner) -> None:
             _ask_for_tokens(out.logits)
             if runner.decoder.dtype != out.logits.dtype:
                 ops.greedy(out.logits.to(runner.decoder.dtype))
+
+
+@contextmanager
+def _few_layers(decoder: Decoder) -> Iterator[None]:
+    layers = decoder.layers
+    decoder.layers = [layers[i] for i in speakers([_kind(layer) for layer in layers])]
+    try:
+        yield
+    finally:
+        decoder.layers = layers
+
+
+def _kind(layer: Layer) -> Hashable:
+    """Layers of one kind launch the same kernels."""
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(mlp, Mlp):
+        return attention.index  # experts: each layer may have other ones
+    linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
+    return attention.window, *((linear.scheme, linear.bias is None) for linear in linears)
+
+
+def speakers(kinds: Sequence[Hashable]) -> list[int]:
+    """Few of the items, in order, among which each kind follows each that it follows among all.
+
+    For a layer begins with what the one before it left. First and last stay so.
+    """
+    chosen, seen = {0, len(kinds) - 1}, set[tuple[Hashable, Hashable]]()
+    for i in range(1, len(kinds)):
+        if (pair := (kinds[i - 1], kinds[i])) not in seen:
+            seen.add(pair)
+            chosen |= {i - 1, i}
+    return sorted(chosen)
 
 
 def plans(limits: StepLimits) -> Iterator[StepPlan]:

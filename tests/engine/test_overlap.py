@@ -270,8 +270,12 @@ def test_every_small_step_has_a_shape_that_holds_it(max_num_seqs: int, longest: 
             assert shape.num_tokens > shape.num_seqs >= num_seqs
 
 
-def test_cleared_buffers_suit_every_shape() -> None:
+@pytest.mark.parametrize("small", [0, 4096])
+def test_cleared_buffers_suit_every_shape(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step of 190 tokens left would be rows beyond the end of a smaller step."""
+    monkeypatch.setattr(
+        "qinfer.engine.buffers._SMALL", small
+    )  # whole rows of the table arrive, or some of each
     limits = StepLimits(256, 12, 8192, 16)
     tables = Tables(limits)
     buffers = StepBuffers(tables, limits, torch.device("cpu"))

@@ -99,7 +99,7 @@ def test_every_size_is_captured_and_decode_steps_are_replayed(
     graphs = llm.engine.runner.graphs
     assert graphs is not None
     assert graphs.num_bytes > 0
-    assert list(graphs._graphs) == shapes(llm.engine.limits)
+    assert set(graphs._graphs) == set(shapes(llm.engine.limits))
     mixed = {Shape(n, 12) for n in (64, 128, 192)}
     assert {Shape(n, n) for n in (12, 8, 4, 2, 1)} | mixed == set(graphs._graphs)
     for count in (1, 2, 3, 5, 9):

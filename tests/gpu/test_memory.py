@@ -166,6 +166,7 @@ sys.stdin.read()
 @pytest.mark.large_gpu_memory
 def test_m01_what_another_process_holds_is_no_part_of_a_share(make: Make) -> None:
     share = {"memory": None, "gpu_memory_utilization": 4 * GIB / torch.cuda.mem_get_info()[1]}
+    make(**share)  # what a process takes once, as cuBLAS's workspace
     alone = make(**share).engine.ledger
     with subprocess.Popen([sys.executable, "-c", HOLD], stdin=PIPE, stdout=PIPE, text=True) as other:
         assert other.stdin is not None
