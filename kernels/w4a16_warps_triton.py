@@ -128,6 +128,11 @@ def store_tile(y, out, token, row, M, N):
 @gluon.jit
 def store_sums(y, out, token, row, M, N):
     """y [64, tokens] to out [token :, row :], [M, N], from where it is."""
+    if y.shape[1] == 64:  # addresses of all would not fit the registers of two programs a multiprocessor
+        first, last = y.reshape((64, 2, 32)).permute((0, 2, 1)).split()
+        store_sums(first, out, token, row, M, N)
+        store_sums(last, out, token + 32, row, M, N)
+        return
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, y.type.layout))
     tokens = token + gl.arange(0, y.shape[1], gl.SliceLayout(0, y.type.layout))
     where = out + tokens.to(gl.int64)[None, :] * N + rows[:, None]
