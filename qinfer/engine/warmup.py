@@ -74,7 +74,8 @@ def _kind(layer: Layer) -> Hashable:
     if not isinstance(mlp, Mlp):
         return attention.index  # experts: each layer may have other ones
     linears = attention.qkv, attention.o, mlp.gate_up, mlp.down
-    return attention.window, *((linear.scheme, linear.bias is None) for linear in linears)
+    turns = attention.config.rotary_layers[attention.index]
+    return attention.window, turns, *((linear.scheme, linear.bias is None) for linear in linears)
 
 
 def speakers(kinds: Sequence[Hashable]) -> list[int]:
