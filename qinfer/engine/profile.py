@@ -47,11 +47,12 @@ def measure_use(decoder: Decoder, options: EngineOptions, limits: StepLimits, kv
     Raises UserError where its largest step does not fit.
     """
     device, config = decoder.device, decoder.config
-    scales = dict.fromkeys(range(config.num_layers), (1.0, 1.0))
-    pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
     gc.collect()
     torch.cuda.empty_cache()
-    before, free = torch.cuda.memory_allocated(device), torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
+    scales = dict.fromkeys(range(config.num_layers), (1.0, 1.0))
+    pool = KVPool(config, 1, limits.block_size, kv_cache_dtype, scales=scales, device=device)
+    before = torch.cuda.memory_allocated(device)
     runner = Runner(decoder, pool, limits)
     runs_kernels = backend.runs_kernels()
     if runs_kernels:
