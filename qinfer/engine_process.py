@@ -204,6 +204,7 @@ class EngineProcess:
 
     def _over(self) -> None:
         """The child has ended, as it was told to or not."""
+        self._pulse.end()
         self._process.join()
         ended: EngineDeadError = EngineStoppedError("the engine was shut down")
         if not self.audience.is_stopping:

@@ -17,10 +17,11 @@ SILENCE = 30  # beats of which not one has come
 
 
 class Pulse:
-    """That of another process, as heard here."""
+    """That of another process, as heard here, until the `end`."""
 
     def __init__(self) -> None:
         self._missed = 0
+        self._over = threading.Event()
         threading.Thread(target=self._count, name="qinfer-pulse", daemon=True).start()
 
     def felt(self) -> None:
@@ -32,9 +33,12 @@ class Pulse:
         """Whether the other process runs; one that stops is believed to for SILENCE beats."""
         return self._missed < SILENCE
 
+    def end(self) -> None:
+        """Nothing will be heard any more, and nobody is to wait for it."""
+        self._over.set()
+
     def _count(self) -> None:
-        while True:
-            time.sleep(BEAT)
+        while not self._over.wait(BEAT):
             self._missed += 1
 
 
