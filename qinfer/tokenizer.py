@@ -29,8 +29,10 @@ from qinfer.checkpoint.token_reach import token_reach
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
 
 # a template is a program of the model's author, run on the caller's data: these are its ways to fail
-_DATA_ERRORS = ValueError, TypeError, LookupError, AttributeError, ArithmeticError
-_TEMPLATE_ERRORS = jinja2.TemplateError, *_DATA_ERRORS, RecursionError
+_TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, ValueError, TypeError, LookupError),
+    *(AttributeError, ArithmeticError, RecursionError),
+)
 
 
 class Tokenizer:

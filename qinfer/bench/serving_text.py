@@ -52,17 +52,18 @@ def to_text(document: Mapping[str, Any], metrics: Sequence[str], percentiles: Se
         lines.append(_row(f"Median {short} (ms):", document[f"median_{metric}_ms"]))
         lines += [_row(f"P{p:g} {short} (ms):", document[f"p{p:g}_{metric}_ms"]) for p in percentiles]
     if "probe_completed" in document:
-        lines.append(" Probes ".center(_WIDTH, "-"))
-        lines += [
-            _row(f"{word.capitalize()} probes:", document[f"probe_{word}"])
-            for word in ("completed", "failed")
-        ]
-        lines += [
-            _row(f"{name} probe E2EL (ms):", document[f"probe_{name.lower()}_e2el_ms"])
-            for name in ("Median", "P99", "Max")
-        ]
+        lines += _of_probes(document)
     errors = [f"failed {count} times: {kind}" for kind, count in document["errors_by_type"].items()]
     return "\n".join([*lines, "=" * _WIDTH, *errors])
+
+
+def _of_probes(document: Mapping[str, Any]) -> list[str]:
+    words, names = ("completed", "failed"), ("Median", "P99", "Max")
+    return [
+        " Probes ".center(_WIDTH, "-"),
+        *(_row(f"{word.capitalize()} probes:", document[f"probe_{word}"]) for word in words),
+        *(_row(f"{name} probe E2EL (ms):", document[f"probe_{name.lower()}_e2el_ms"]) for name in names),
+    ]
 
 
 def _row(name: str, value: float) -> str:

@@ -236,7 +236,8 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             last_step=self._books.last_step,
-            fallbacks=tuple((*what, count) for what, count in backend.fallbacks.items()),
+            # a copy: another engine's thread may add some
+            fallbacks=tuple((*what, count) for what, count in dict(backend.fallbacks).items()),
         )
 
     def _book(self, step: Step, sampled: list[Sampled]) -> list[TokenSequence]:

@@ -2,10 +2,9 @@
 
 /v1/completions has four parallel lists. `text_offset[i]` is where token i begins in the choice's text, which
 from there on begins with `tokens[i]` wherever a token is whole characters; tokens of half a character share
-the offset where that character begins. Offsets run on over the
-chunks of a stream and, with `echo`, over the prompt. A token's name is its text, or `token_id:123` where the
-client asked for ids (texts of half characters collide as keys). /v1/chat/completions has one object per token
-with its exact bytes.
+the offset where that character begins. Offsets run on over the chunks of a stream and, with `echo`, over the
+prompt. A token's name is its text, or `token_id:123` where the client asked for ids (texts of half characters
+collide as keys). /v1/chat/completions has one object per token with its exact bytes.
 
 Minus infinity, a token that may not be chosen, is no JSON: it is written as -9999.0, as OpenAI does.
 """

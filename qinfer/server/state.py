@@ -39,7 +39,7 @@ class ServerState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests are let in."""
+        """Whether requests are let in and the engine's process runs."""
         return self.engine.is_running and self.engine.is_awake and self.door.is_open
 
     @cached_property
