@@ -58,6 +58,14 @@ class Load:
     profile: bool = False
     probe_rate: float = 0.0
 
+    def __post_init__(self) -> None:
+        """UserError for probes without a pause between them."""
+        if not math.isfinite(self.probe_rate):
+            raise UserError(
+                f"--probe-request-rate must be a number, 0 for none, not {self.probe_rate}",
+                "probe_request_rate",
+            )
+
     @property
     def warmups(self) -> int:
         """Requests before the clock."""
