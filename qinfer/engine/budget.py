@@ -148,8 +148,8 @@ def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
     """Limits with so few tokens a step that its planned peak is a small part of `room`, on a GPU.
 
     `room` is what weights leave of the budget, in bytes. Steps are not shortened where that saves little, and
-    there are always tokens for every sequence, and for the longest prompt where it may not be split. From
-    steps of 2,000 tokens it is half of them, which are graphs, and cost no more a token.
+    there are always tokens for every sequence, and for the longest prompt where it may not be split. Of
+    steps of 2,000 tokens it is half where those are graphs, which cost no more a token.
     """
     wanted = limits.max_num_batched_tokens
     least = max(LEAST_TOKENS, limits.max_num_seqs, 0 if limits.chunked_prefill else limits.max_model_len)
@@ -159,8 +159,9 @@ def shorten_steps(build: Build, limits: StepLimits, room: int) -> StepLimits:
         if shorter.max_num_batched_tokens < least or saves_little:
             break
         limits = shorter
-    if max(GRAPHED, least) < limits.max_num_batched_tokens <= min(2 * GRAPHED, wanted - 1):
-        limits = limits._replace(max_num_batched_tokens=max(GRAPHED, least))
+    are_graphs = max(least, limits.max_num_seqs + 1) <= GRAPHED
+    if are_graphs and GRAPHED < limits.max_num_batched_tokens <= min(2 * GRAPHED, wanted - 1):
+        limits = limits._replace(max_num_batched_tokens=GRAPHED)
     return limits
 
 

@@ -300,6 +300,7 @@ def test_a_small_budget_makes_steps_shorter_and_never_below_what_must_run():
         assert gpu_step_bytes(dense, few._replace(max_num_batched_tokens=2 * fits)) > at_most
         assert tokens(room * GIB, few) == chosen
     assert tokens(20 * GIB, few._replace(max_num_batched_tokens=2048)) == 2048  # nothing is to be shortened
+    assert tokens(20 * GIB, few._replace(max_model_len=1500, chunked_prefill=False)) == 2048  # no graphs
     assert tokens(-GIB, few._replace(max_num_seqs=1, max_model_len=8192)) == 512
     assert tokens(0, few._replace(max_num_seqs=600)) == 4096  # below, 600 rows of logits are the peak
     assert tokens(0, few._replace(max_model_len=5000, chunked_prefill=False)) == 8192
