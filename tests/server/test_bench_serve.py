@@ -133,7 +133,6 @@ def test_a_server_that_records_itself(serve_scripted, bench):
         (("--extra-body", "[1]"), "must be a JSON object"),
         (("--metadata", "x"), "must be NAME=VALUE"),
         (("--probe-request-rate", "inf"), "must be a number, 0 for none, not inf"),
-        (("--probe-request-rate", "nan"), "must be a number, 0 for none, not nan"),
         (("--metric-percentiles", "101"), "numbers from 0 to 100"),
         (("--percentile-metrics", "e2e"), "known are ttft, tpot, itl, e2el"),
         (("--save-result", "--result-dir", "/no/such/folder"), "there is no such folder"),
