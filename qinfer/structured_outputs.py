@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qinfer.errors import UserError
+from qinfer.nesting import is_deeper
 from qinfer.structural_tags import Tag, parse_tags
 
 MAX_DEPTH = 64  # of a schema: deeper ones are attacks or mistakes
@@ -107,14 +108,5 @@ def _check_unicode(text: str, name: str) -> None:
 def _check_schema(schema: Any, name: str) -> None:
     if not isinstance(schema, Mapping):
         raise UserError(f"a JSON schema is an object, not {schema!r:.100}", name)
-    level: list[Any] = [schema]
-    for _ in range(MAX_DEPTH):
-        level = [inner for value in level for inner in _inside(value)]
-        if not level:
-            return
-    raise UserError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels", name)
-
-
-def _inside(value: Any) -> list[Any]:
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [inner for inner in values if isinstance(inner, Mapping | list)]
+    if is_deeper(schema, MAX_DEPTH):
+        raise UserError(f"the JSON schema is nested deeper than {MAX_DEPTH} levels", name)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
 from qinfer import pulse
+from qinfer.testing import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -22,11 +22,6 @@ def started(start: Callable[[], object]) -> list[threading.Thread]:
     before = set(threading.enumerate())
     start()
     return [thread for thread in threading.enumerate() if thread not in before]
-
-
-def wait_until(said: Callable[[], bool]) -> None:
-    while not said():
-        time.sleep(0.005)
 
 
 def test_a_pulse_is_felt_until_it_is_missed_for_long_and_again_when_it_comes_back() -> None:

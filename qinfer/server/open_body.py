@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
+from qinfer.nesting import is_deeper
+
 MAX_DEPTH = 200  # objects and lists within each other; a schema has two for each level of what it describes
 
 
@@ -36,15 +38,5 @@ class OpenBody(BaseModel):
 
 def check_depth(value: Any) -> None:
     """ValueError for JSON with more than MAX_DEPTH objects and lists within each other."""
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        if not level:
-            return
-        level = [inner for one in level for inner in _within(one)]
-    if level:
+    if is_deeper(value, MAX_DEPTH):
         raise ValueError(f"more than {MAX_DEPTH} objects and lists within each other are not read")
-
-
-def _within(one: dict[str, Any] | list[Any]) -> list[Any]:
-    values = one.values() if isinstance(one, dict) else one
-    return [value for value in values if type(value) is dict or type(value) is list]
