@@ -15,7 +15,6 @@ byte). `qinfer.detokenizer` says why bytes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ import jinja2
 
 from qinfer.chat_messages import Message, check_variables, plain_messages, read_template
 from qinfer.checkpoint.files import read_json
-from qinfer.checkpoint.spelling import ByteLevelSpelling, SentencePieceSpelling, Spelling
+from qinfer.checkpoint.spelling import spelling_of
 from qinfer.checkpoint.token_reach import token_reach
 from qinfer.errors import CheckpointError, UnsupportedModelError, UserError
 
@@ -53,7 +52,7 @@ class Tokenizer:
         self._backend.no_padding()
         if chat_template is not None:
             hf.chat_template = chat_template
-        self._spelling = _spelling(self._backend)
+        self._spelling = spelling_of(self._backend)
         self.leading_spaces = self._spelling.leading_spaces
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocab.values())
@@ -197,6 +196,16 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
+def import_transformers() -> tuple[Any, Any]:
+    """What loads a tokenizer.json, and what loads others; imported in seconds, by those who have a tokenizer.
+
+    To load one imports it, and so does to unpickle one.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast, AutoTokenizer
+
+
 def _load_hf(path: Path) -> Any:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder, so no tokenizer can be read from it")
@@ -204,10 +213,8 @@ def _load_hf(path: Path) -> Any:
         raise CheckpointError(
             f"{path} holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json): copy it there"
         )
-    # a second of importing, for those alone who have a tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    loader = PreTrainedTokenizerFast if (path / "tokenizer.json").is_file() else AutoTokenizer
+    with_file, by_name = import_transformers()
+    loader = with_file if (path / "tokenizer.json").is_file() else by_name
     try:
         hf = loader.from_pretrained(str(path), local_files_only=True)
     # the Rust parser raises bare Exception for a malformed file
@@ -234,19 +241,3 @@ def _eos_ids(file: Path) -> list[int]:
             f"{file}: eos_token_id is {ids!r:.100}; it must be a token id or a list of them"
         )
     return found
-
-
-def _spelling(backend: Any) -> Spelling:
-    """How the tokenizer's decoder reads a token; UnsupportedModelError for a decoder of another kind."""
-    state = backend.decoder.__getstate__() if backend.decoder is not None else '{"type": null}'
-    raw: dict[str, Any] = json.loads(state)
-    steps: list[dict[str, Any]] = raw["decoders"] if raw["type"] == "Sequence" else [raw]
-    kinds = [step["type"] for step in steps]
-    if kinds == ["ByteLevel"]:
-        return ByteLevelSpelling()
-    if set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and kinds[:1] == ["Replace"]:
-        return SentencePieceSpelling.from_decoder(steps)
-    raise UnsupportedModelError(
-        f"the tokenizer's decoder {kinds} is not supported; byte-level BPE ('ByteLevel') and SentencePiece "
-        "('Replace', 'ByteFallback', 'Fuse', 'Strip') are"
-    )

@@ -1,7 +1,10 @@
 """The tokenizer as the model's files say: ids, templates, ends of text, threads (cases Q27, T08, T11)."""
 
 import json
+import pickle
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -221,3 +224,21 @@ def test_decoder_of_another_kind_is_refused(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(UnsupportedModelError, match=r"decoder \['WordPiece'\] is not supported"):
         Tokenizer.load(folder)
+
+
+COMES_OVER = """
+import pickle, sys
+from qinfer.tokenizer import import_transformers
+import_transformers()
+before = set(sys.modules)
+ids = pickle.loads(sys.stdin.buffer.read()).encode("Hello")
+print(ids, sorted(set(sys.modules) - before))
+"""
+
+
+def test_what_a_server_imports_while_its_engine_loads_is_all_that_the_tokenizer_needs(
+    byte_level: Tokenizer,
+) -> None:
+    command, pickled = [sys.executable, "-c", COMES_OVER], pickle.dumps(byte_level)
+    said = subprocess.run(command, input=pickled, stdout=subprocess.PIPE, check=True).stdout.decode()
+    assert said == f"{byte_level.encode('Hello')} []\n"

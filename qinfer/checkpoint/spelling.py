@@ -8,6 +8,7 @@ a space is "Ġ" (U+0120). SentencePiece (Kudo and Richardson 2018) keeps charact
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -82,3 +83,22 @@ class SentencePieceSpelling:
         for old, new in self._replaced:
             token = token.replace(old, new)
         return token.encode()
+
+
+def spelling_of(backend: Any) -> Spelling:
+    """How a tokenizer's decoder, an object of `tokenizers`, reads a token.
+
+    UnsupportedModelError for a decoder of another kind.
+    """
+    state = backend.decoder.__getstate__() if backend.decoder is not None else '{"type": null}'
+    raw: dict[str, Any] = json.loads(state)
+    steps: list[dict[str, Any]] = raw["decoders"] if raw["type"] == "Sequence" else [raw]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return ByteLevelSpelling()
+    if set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and kinds[:1] == ["Replace"]:
+        return SentencePieceSpelling.from_decoder(steps)
+    raise UnsupportedModelError(
+        f"the tokenizer's decoder {kinds} is not supported; byte-level BPE ('ByteLevel') and SentencePiece "
+        "('Replace', 'ByteFallback', 'Fuse', 'Strip') are"
+    )

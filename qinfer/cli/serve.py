@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -97,7 +96,10 @@ def serve(
             return LLM(model, **keywords)
 
     def import_libraries() -> None:
-        importlib.import_module("qinfer.tokenizer")  # and transformers, in seconds
+        """Those without which the tokenizer that the engine's process has loaded cannot come over."""
+        from qinfer.tokenizer import import_transformers
+
+        import_transformers()
 
     def ready(url: str, card: ModelCard) -> None:
         names = card.names

@@ -16,7 +16,7 @@ from qinfer.engine.request import Request, StopRules
 from qinfer.errors import UserError
 from qinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch and transformers
+if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing torch
     from qinfer.engine.continuation import Continuation
     from qinfer.tokenizer import Tokenizer
 

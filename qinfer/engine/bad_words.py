@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from qinfer.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing transformers
+if TYPE_CHECKING:  # a server takes its port before it imports what a tokenizer needs
     from qinfer.tokenizer import Tokenizer
 
 Words = tuple[tuple[int, ...], ...]

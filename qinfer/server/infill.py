@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # a server takes its port before it spends seconds on importing transformers
+if TYPE_CHECKING:  # a server takes its port before it imports what a tokenizer needs
     from qinfer.tokenizer import Tokenizer
 
 _SPELLINGS = (
