@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(MODEL), help="a folder with a config.json")
     parser.add_argument("--schemes", nargs="+", default=["w8a8-fp8"])
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--tokenizer", help="a folder; without it transformers is not imported")
     parser.add_argument("--memory", help="a hard budget, 24GiB for instance")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
@@ -62,7 +63,7 @@ def main() -> None:
     if arguments.child:
         print(json.dumps(first_token(*json.loads(arguments.child))))
         return
-    fields = ("kv_cache_dtype", "memory", "max_num_seqs", "max_num_batched_tokens")
+    fields = ("kv_cache_dtype", "memory", "max_num_seqs", "max_num_batched_tokens", "tokenizer")
     common = {name: getattr(arguments, name) for name in fields}
     print("targets: " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds in TARGETS.items()), flush=True)
     rows = []
