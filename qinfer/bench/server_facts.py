@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import time
 
 from qinfer.bench.http_client import Address, HttpError, request
 from qinfer.errors import UserError
+
+logger = logging.getLogger(__name__)
 
 _SERIES = re.compile(r"^(qinfer_\w+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -24,6 +27,7 @@ async def wait_until_ready(address: Address, headers: dict[str, str], timeout: f
     At once where a key is wanted that was not given: no waiting helps.
     """
     end = time.monotonic() + timeout
+    told = False
     while True:
         said = await status_of(address, "GET", "/v1/models", headers)
         if said == 200:
@@ -36,6 +40,9 @@ async def wait_until_ready(address: Address, headers: dict[str, str], timeout: f
             answer = "does not answer" if said is None else f"answers {said}"
             where = f"{address.host}:{address.port}"
             raise UserError(f"/v1/models of {where} {answer}: is it an OpenAI server, and up?", "base_url")
+        if not told:
+            told = True
+            logger.warning("waiting up to %g s for %s:%d to be up", timeout, address.host, address.port)
         await asyncio.sleep(0.5)
 
 

@@ -144,3 +144,9 @@ def test_mistakes_are_one_line(bench, words, said):
     assert (code, out) == (2, "")
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_a_server_that_is_not_up_is_waited_for_and_that_is_told(bench, caplog):
+    code, _, err = bench("http://127.0.0.1:9", "--ready-check-timeout-sec", "0.2")
+    assert (code, err.count("\n")) == (2, 1)
+    assert caplog.messages == ["waiting up to 0.2 s for 127.0.0.1:9 to be up"]
