@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 
 demo: $(DEMO)/qinfer_gate.json
 	$(BIN)/qinfer inspect $(DEMO)
-	$(BIN)/python examples/ask_server.py $(DEMO) "What is the capital of France?"
+	$(BIN)/python examples/ask_server.py $(DEMO) "What is the capital of France? Answer in one sentence."
 
 $(DEMO)/qinfer_gate.json: | $(VENV)/installed
 	$(BIN)/qinfer quantize smollm2-135m-instruct --scheme int8 --out $(DEMO) --overwrite

@@ -1,6 +1,6 @@
 """Starts `qinfer serve`, asks one chat question over HTTP, prints the answer as it comes, stops the server.
 
-    python examples/ask_server.py MODEL "What is the capital of France?"
+    python examples/ask_server.py MODEL "What is the capital of France? Answer in one sentence."
 
 `make demo` runs it. Standard library only: what it does by hand, any OpenAI client does for you. The exit
 code is 0 only if the server started, answered with text, and ended cleanly.
