@@ -161,7 +161,9 @@ class Tokenizer:
         check_variables(variables)
         if chat_template is None and not self.has_chat_template:
             raise UserError(
-                "this model has no chat template: give one (chat_template, --chat-template) or send a plain prompt", "messages"
+                "this model has no chat template: give one (chat_template, --chat-template) or send a plain "
+                "prompt",
+                "messages",
             )
         plain = plain_messages(messages)
         try:
