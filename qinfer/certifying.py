@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from qinfer import compare, reading, waiting
-from qinfer.errors import check_counts
+from qinfer.errors import GateError, check_counts
 from qinfer.evals import certificate, report
 from qinfer.evals.gate import GateResult
 from qinfer.evals.signature import Signer
+
+logger = logging.getLogger(__name__)
 
 PAGE_NAME = "qinfer_gate.html"  # the report for a browser, beside the certificate
 
@@ -35,6 +38,7 @@ def certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> Ga
     hashes = comparison.candidate.hashes  # before anything is loaded
     result = compare.judge(comparison, progress=progress)
     if checkpoint.is_quantized:
+        _warn_if_lost(checkpoint.path, result)
         document = result.to_dict()
         certificate.write(
             checkpoint.path,
@@ -47,6 +51,21 @@ def certify(comparison: compare.Comparison, seal: Seal, *, progress: bool) -> Ga
         report.write(checkpoint.path / PAGE_NAME, result, kinds=("html",))
         waiting.is_over(checkpoint.path)
     return result
+
+
+def _warn_if_lost(folder: Path, result: GateResult) -> None:
+    """Says where this verdict takes the place of one that had the checkpoint served."""
+    try:
+        stood = certificate.read(folder)["verdict"]
+    except GateError:
+        return
+    if stood == "PASS" != result.verdict:
+        logger.warning(
+            "%s takes the place of the PASS of %s, which will not be served now: measured as it was then, it "
+            "may pass again",
+            result.verdict,
+            folder,
+        )
 
 
 @dataclass

@@ -198,17 +198,24 @@ def test_a_damaged_template_fails_without_measuring(copy: Path, source: Path) ->
     assert "chat template" in result.reasons[0]
 
 
-def test_too_short_a_text_is_undecided_and_refused(copy: Path, source: Path, tmp_path: Path) -> None:
+def test_too_short_a_text_is_undecided_and_refused(
+    copy: Path, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert judge(copy, source).verdict == "PASS"
     short = tmp_path / "short.txt"
     short.write_text("A sentence of a few words. " * 20)
+    assert "takes the place" not in caplog.text
     result = judge(copy, source, text_file=short)
     assert result.verdict == "UNDECIDED"
+    assert f"UNDECIDED takes the place of the PASS of {copy}" in caplog.text
+    caplog.clear()
     assert "give a longer text" in result.reasons[-1]
     with pytest.raises(GateError, match="UNDECIDED"):
         clearance.require(copy)
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     assert judge(copy, source, text_file=empty).verdict == "UNDECIDED"
+    assert "takes the place" not in caplog.text
 
 
 def test_k11_the_kv_cache_is_part_of_what_is_measured(copy: Path, source: Path) -> None:
