@@ -205,7 +205,7 @@ def _kernel(
     for i in tl.static_range(STEPS):
         lane, mask = _spots(row, i, num_rows, LENGTH, PIECE, LANES)
         at = gate_up + row[:, None] * stride + lane[None, :]
-        products += (_product(at, mask, part_stride, PARTS, LENGTH, GELU),)  # type: ignore[assignment]
+        products += (_product(at, mask, part_stride, PARTS, LENGTH, GELU),)  # type: ignore[assignment]  # Triton's
     if CODED:
         bits = largest_of(products[STEPS - 1])
         for i in tl.static_range(STEPS - 1):

@@ -81,7 +81,8 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
         return None
     runner.buffers.clear()
     of = shapes(runner.limits) if of is None else of
-    of = sorted(of, key=lambda shape: shape.num_tokens < runner.limits.max_num_seqs or not shape.decodes)
+    widest = Shape(runner.limits.max_num_seqs, runner.limits.max_num_seqs)
+    of = sorted(of, key=lambda shape: shape != widest)
     decoder, device = runner.decoder, runner.decoder.device
     longest = max(of).num_tokens
     hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)

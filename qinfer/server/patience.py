@@ -20,7 +20,7 @@ class PatientH11(ChunkingH11):
     _debt: asyncio.TimerHandle | None = None
     _is_body = False  # that which it owes
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own
         """asyncio's."""
         super().connection_made(transport)
         self._note_debt()
