@@ -23,6 +23,7 @@ from qinfer.errors import UserError
 from qinfer.evals import tasks_by_rule
 from qinfer.evals.items import Item, Kind
 from qinfer.evals.scorer import Scorer
+from qinfer.evals.tasks_jsonl import read_rows
 
 if TYPE_CHECKING:
     from qinfer.evals.tasks_lm_eval import LMEvalTask
@@ -81,12 +82,23 @@ def load_tasks(names: Sequence[str], *, num_fewshot: int | None = None, chat: bo
     return sorted(found, key=lambda task: task.kind == "generation")
 
 
+def check_files(names: Sequence[str]) -> None:
+    """UserError for a task file that is not there, and for the line of a JSONL that is no question.
+
+    Needs neither lm-eval nor a model: it is known before either is asked for.
+    """
+    for name in names:
+        suffix = Path(name).suffix
+        if suffix in (".jsonl", ".yaml", ".yml") and not Path(name).is_file():
+            raise UserError(f"there is no task file {name}", "tasks")
+        if suffix == ".jsonl":
+            read_rows(Path(name))
+
+
 def _from_lm_eval(names: Sequence[str], num_fewshot: int | None, chat: bool) -> list[LMEvalTask]:
     if not names:
         return []
-    for name in names:
-        if Path(name).suffix in (".jsonl", ".yaml", ".yml") and not Path(name).is_file():
-            raise UserError(f"there is no task file {name}", "tasks")
+    check_files(names)
     if find_spec("lm_eval") is None:
         raise UserError(
             f"task {names[0]} needs lm-eval: pip install 'qinfer[eval]', or ask the tasks called {BUILTIN}",

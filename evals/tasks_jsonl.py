@@ -38,8 +38,7 @@ _MAX_TOKENS = 256
 
 def jsonl_config(path: Path) -> dict[str, Any]:
     """The task of a file, as lm-eval takes one in line; raises UserError naming the line that is wrong."""
-    rows = _read(path)
-    form = _form_of(path, rows)
+    form, rows = read_rows(path)
     docs = [_DOC[form](row) for row in rows]
     return {
         "task": path.stem,
@@ -60,12 +59,29 @@ def _dataset(docs: Sequence[Row]) -> Callable[..., dict[str, Any]]:
     return load
 
 
-def _read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> tuple[str, list[Row]]:
+    """The form of a file's questions and the questions; UserError naming the first line that is none."""
+    numbered = _objects(path)
+    if not numbered:
+        raise UserError(f"the task {path} has no questions", "tasks")
+    first = next(iter(numbered.values()))
+    form = next((form for form, keys in _FORMS.items() if keys <= first.keys()), None)
+    if form is None:
+        known = "; ".join(", ".join(sorted(keys)) for keys in _FORMS.values())
+        raise UserError(f"the rows of {path} have {', '.join(first)}; known forms: {known}", "tasks")
+    for number, row in numbered.items():
+        if fault := _fault(row, form):
+            raise UserError(f"{path}, line {number}: {fault}", "tasks")
+    return form, list(numbered.values())
+
+
+def _objects(path: Path) -> dict[int, Row]:
+    """The JSON objects of a file by line, from 1 on; lines without anything are passed over."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # text in a row may hold other line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"the task {path} cannot be read: {error}", "tasks") from None
-    rows = []
+    rows = {}
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line) if line.strip() else {}
@@ -74,38 +90,26 @@ def _read(path: Path) -> list[Row]:
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number} is no JSON object", "tasks")
         if row:
-            rows.append(row)
-    if not rows:
-        raise UserError(f"the task {path} has no questions", "tasks")
+            rows[number] = row
     return rows
 
 
-def _form_of(path: Path, rows: Sequence[Row]) -> str:
-    """The form that all rows have; UserError naming the first that has another."""
-    form = next((form for form, keys in _FORMS.items() if keys <= rows[0].keys()), None)
-    if form is None:
-        known = "; ".join(", ".join(sorted(keys)) for keys in _FORMS.values())
-        raise UserError(f"the rows of {path} have {', '.join(rows[0])}; known forms: {known}", "tasks")
-    for number, row in enumerate(rows, start=1):
-        if not _FORMS[form] <= row.keys() or not _well_formed(row, form):
-            raise UserError(
-                f"{path}, question {number} is not of the form of the first: {row!r:.200}", "tasks"
-            )
-    return form
-
-
-def _well_formed(row: Row, form: str) -> bool:
+def _fault(row: Row, form: str) -> str | None:
+    """What keeps a row from being a question of this form, the first row's."""
+    if missing := sorted(_FORMS[form] - row.keys()):
+        return f"{', '.join(missing)} missing; the first row has {', '.join(sorted(_FORMS[form]))}"
+    for key in sorted(_FORMS[form] - {"choices", "gold"}):
+        if not isinstance(row[key], str):
+            return f"{key} must be a text, not {row[key]!r:.100}"
     if form != "multiple_choice":
-        return all(isinstance(row[key], str) for key in _FORMS[form])
+        return None
     choices, gold = row["choices"], row["gold"]
-    return (
-        isinstance(row["query"], str)
-        and isinstance(choices, list)
-        and len(choices) > 1
-        and all(isinstance(choice, str) and choice for choice in choices)
-        and isinstance(gold, int)
-        and 0 <= gold < len(choices)
-    )
+    texts = isinstance(choices, list) and all(isinstance(choice, str) and choice for choice in choices)
+    if not texts or len(choices) < 2:
+        return f"choices must be two or more texts, none empty, not {choices!r:.100}"
+    if not isinstance(gold, int) or isinstance(gold, bool) or not 0 <= gold < len(choices):
+        return f"gold must be a choice's number, from 0 to {len(choices) - 1}, not {gold!r:.100}"
+    return None
 
 
 def _prompt(text: str) -> str:

@@ -34,7 +34,7 @@ from qinfer.evals.budget import gather
 from qinfer.evals.examples import kl_quantiles, moved, regressions
 from qinfer.evals.gate import GateResult, Verdict, decide
 from qinfer.evals.store import Store
-from qinfer.evals.tasks import Task, load_tasks
+from qinfer.evals.tasks import Task, check_files, load_tasks
 from qinfer.evals.thresholds import Limits, limits_for, profile_named, scheme_class
 from qinfer.offer import find_offer
 from qinfer.reading import OpenModel, Serving, read_text
@@ -65,7 +65,7 @@ class Questions:
     ) -> Questions | None:
         """The tasks named, or where None are, the profile's own; None where there are none.
 
-        Raises UserError for what is only for tasks then, or is no count.
+        Raises UserError for what is only for tasks then, for no count, and for a file that is no task.
         """
         tasks = profile_named(profile).tasks if tasks is None else tasks
         check_counts(limit=limit)
@@ -74,6 +74,7 @@ class Questions:
                 f"num_fewshot must be a whole number from 0 on, not {num_fewshot!r}", "num_fewshot"
             )
         if tasks:
+            check_files(tasks)
             return cls(tuple(tasks), limit, num_fewshot, chat)
         for name, value in (("limit", limit), ("num_fewshot", num_fewshot), ("chat", chat or None)):
             if value is not None:

@@ -191,6 +191,15 @@ def test_one_model_alone_on_tasks(qinfer, source, tmp_path):
     assert text.splitlines()[1].split()[:4] == ["builtin_easy", "4", "0", "acc"]
 
 
+@pytest.mark.parametrize("against", [(), ("--against", "nowhere/at-all")])
+def test_a_broken_task_file_is_told_before_a_model_is_looked_for(qinfer, tmp_path, against):
+    broken = tmp_path / "own.jsonl"
+    broken.write_text('{"query": "a", "choices": ["x", "y"], "gold": 0}\n{"query": "a", "choi\n')
+    code, text, err = qinfer("eval", "nowhere/at-all", *against, "--tasks", broken)
+    assert (code, text, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"qinfer: {broken}, line 2 is no JSON: Unterminated string")
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -225,14 +225,29 @@ def test_numbers_are_sought_as_the_examples_give_them(
         (["{"], "line 1 is no JSON"),
         ([CHOICE, "[1]"], "line 2 is no JSON object"),
         ([{"question": "?"}], "the rows of .* have question; known forms: choices, gold, query"),
-        ([CHOICE, {**CHOICE, "gold": 2}], "question 2 is not of the form"),
-        ([{**CHOICE, "choices": ["a"]}], "question 1 is not of the form"),
-        ([CHOICE, {"text": "a"}], "question 2 is not of the form"),
+        ([CHOICE, {**CHOICE, "gold": 2}], "line 2: gold must be a choice's number, from 0 to 1, not 2"),
+        ([CHOICE, "", {**CHOICE, "gold": "b"}], "line 3: gold must be a choice's number, .* not 'b'"),
+        ([{**CHOICE, "choices": ["a"]}], r"line 1: choices must be two or more texts, .* not \['a'\]"),
+        ([{**CHOICE, "query": 7}], "line 1: query must be a text, not 7"),
+        ([CHOICE, {"text": "a"}], "line 2: choices, gold, query missing; the first row has choices"),
     ],
 )
-def test_rows_that_are_no_task(tmp_path: Path, rows: list[Any], message: str) -> None:
+def test_rows_that_are_no_task_are_named_without_lm_eval_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], message: str
+) -> None:
+    file = write(tmp_path / "rows.jsonl", *rows)
     with pytest.raises(UserError, match=message):
-        load_tasks([write(tmp_path / "rows.jsonl", *rows)])
+        load_tasks([file])
+    monkeypatch.setattr("qinfer.evals.tasks.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=message):
+        load_tasks(["arc_easy", file])
+
+
+def test_a_row_ends_where_json_lines_end(tmp_path: Path) -> None:
+    """A line separator of Unicode is text like any other, raw too."""
+    (task,) = load_tasks([write(tmp_path / "rows.jsonl", '{"context": "a\u2028b", "continuation": "c"}')])
+    assert isinstance(task, LMEvalTask)
+    assert [doc["prompt"] for doc in task.task.eval_docs] == ["a\u2028b"]
 
 
 def test_a_task_in_yaml(tmp_path: Path, loaded: tuple[Decoder, Tokenizer]) -> None:
