@@ -95,7 +95,11 @@ def quantization_config(scheme: Scheme) -> dict[str, Any]:
     Raises UserError for a scheme that the format has no word for.
     """
     if not isinstance(scheme, W4A16) or isinstance(scheme, W4A16Ordered):
-        raise UserError(f"AWQ holds 4-bit weights in groups of neighbours, not {scheme.label}", "to")
+        raise UserError(
+            f"AWQ holds 4-bit weights in groups of neighbours, not {scheme.label}: quantize the original "
+            "model with --scheme awq",
+            "to",
+        )
     return {
         "quant_method": METHOD,
         "bits": 4,

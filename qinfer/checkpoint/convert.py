@@ -74,14 +74,19 @@ class Conversion:
         )
 
 
+def check_target(to: str) -> None:
+    """UserError unless it is one of TARGETS."""
+    if to not in TARGETS:
+        raise UserError(f"cannot convert to {to!r}; choose one of {', '.join(TARGETS)}", "to")
+
+
 def convert(source: Checkpoint, out: Path, to: str, *, overwrite: bool = False) -> Conversion:
     """Writes `source` into `out` in the dialect `to`, one of TARGETS.
 
     Raises UserError for an unknown dialect, a source that is not quantized, schemes that the dialect has no
     word for, scales that float16 cannot hold, and an `out` that may not be written.
     """
-    if to not in TARGETS:
-        raise UserError(f"cannot convert to {to!r}; choose one of {', '.join(TARGETS)}", "to")
+    check_target(to)
     if not source.is_quantized:
         raise UserError(f"{source.path} is not quantized: quantize it first (`qinfer quantize`)", "model")
     schemes = {module: source.scheme(module) for module in names.all_modules(source.config)}

@@ -7,7 +7,8 @@ Dequantized to bfloat16, as `gguf_convert` does it, a model of 4 bits takes four
                |d| and the zero point 8, or 7 where d is negative: nothing is lost but a scale's last bits,
                which go from float16 to the model's dtype.
     any other  w8a16-int8. Offsets of Q4_1 and the K-quants are no multiples of the step, as a zero point is,
-               so 4 bits would round every weight a second time; 8 bits per row keep them to 1 %.
+               so 4 bits would round every weight a second time; 8 bits per row keep them to 1 %. Who wants
+               4 bits of them all the same has them calibrated: `qinfer quantize FILE.gguf --scheme awq`.
     floats     stay as they are.
 
 Linears that run as one get one scheme, the finest that one of them asks for. Embeddings and head are dense.
@@ -26,9 +27,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qinfer.checkpoint import names
+from qinfer.checkpoint import awq, names
 from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
+from qinfer.checkpoint.declaration import METHOD
 from qinfer.checkpoint.gguf_convert import open_gguf, original_values, place
 from qinfer.checkpoint.writer import CheckpointWriter
 from qinfer.dtypes import DTYPES
@@ -60,6 +62,21 @@ class Requantized:
             f"{self.out}: {', '.join(told)}\n"
             f"not judged: get a verdict with `qinfer eval {self.out} --against {self.source}`"
         )
+
+
+def check_direct(file: str, to: str) -> None:
+    """UserError with the way for a dialect that a GGUF file's linears reach in a second step only."""
+    if to == METHOD:
+        return
+    first = f"`qinfer convert {file} -o DIR`"
+    if to == awq.METHOD:
+        first = (
+            f"{first} where all linears are Q4_0, which keep their 4 bits, or else, as for Q4_1, "
+            f"`qinfer quantize {file} --scheme awq -o DIR`"
+        )
+    raise UserError(
+        f"a .gguf file goes to {to} in two steps: {first}; then `qinfer convert DIR --to {to}`", "to"
+    )
 
 
 def requantize(file: Path, source: Checkpoint, out: Path, *, overwrite: bool = False) -> Requantized:

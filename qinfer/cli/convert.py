@@ -9,7 +9,6 @@ import typer
 
 from qinfer.cli.options import HubTokenOption, JsonOption, ModelArgument, RevisionOption
 from qinfer.cli.output import show, stdout_kept_for_result
-from qinfer.errors import UserError
 
 
 def convert(
@@ -25,19 +24,21 @@ def convert(
 ) -> None:
     """Rewrite the quantized checkpoint MODEL in another tool's dialect, bit by bit.
 
-    Linears of a .gguf file are rounded anew: Q4_0 to the same 4 bits, others to 8 bits. A verdict of the gate
-    holds for the files that were judged: judge the new ones with `qinfer eval`.
+    Linears of a .gguf file are rounded anew: Q4_0 to the same 4 bits, others to 8 bits (to 4 bits: `qinfer
+    quantize FILE.gguf --scheme awq`). A verdict of the gate holds for the files that were judged: judge the
+    new ones with `qinfer eval`.
     """
     with stdout_kept_for_result():
         from qinfer.checkpoint.checkpoint import open_checkpoint
-        from qinfer.checkpoint.convert import Conversion
+        from qinfer.checkpoint.convert import Conversion, check_target
         from qinfer.checkpoint.convert import convert as rewrite
-        from qinfer.checkpoint.gguf_requantize import Requantized, requantize
+        from qinfer.checkpoint.gguf_requantize import Requantized, check_direct, requantize
         from qinfer.hub import resolve
 
         is_gguf = model.endswith(".gguf")
-        if is_gguf and to != "compressed-tensors":
-            raise UserError(f"a .gguf file goes to compressed-tensors first, and from there to {to}", "to")
+        check_target(to)
+        if is_gguf:
+            check_direct(model, to)
         source = open_checkpoint(resolve(model, revision=revision, token=hf_token))
         done: Conversion | Requantized
         if is_gguf:

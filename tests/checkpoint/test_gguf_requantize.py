@@ -17,10 +17,11 @@ from qinfer.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from qinfer.checkpoint.gguf_convert import convert_gguf
 from qinfer.checkpoint.gguf_requantize import Requantized, requantize
 from qinfer.checkpoint.names import all_modules
-from qinfer.cli import app
+from qinfer.cli import app, main
 from qinfer.errors import UserError
 from qinfer.model.causal import CausalAttention
 from qinfer.model.decoder import load_decoder
+from qinfer.quant import W4A16, quantize_named
 from qinfer.testing import error_ratio, tiny_model
 
 WriteGGUF = Callable[..., Path]
@@ -116,6 +117,55 @@ def test_the_command_says_what_became_what_and_how_to_judge(
     assert open_checkpoint(out).is_quantized
     done = Requantized(str(file), "OUT", {"Q4_0 as w4a16 g32 asym": 14}, {"Q4_0 as w4a16 g32 asym": 0.0012})
     assert done.to_text().endswith(f"`qinfer eval OUT --against {file}`")
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q5_0", "Q5_1"])
+def test_blocks_of_other_grids_go_to_awq_by_way_of_quantize(
+    kind: str, tmp_path: Path, write_gguf: WriteGGUF, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way that the refusal names: 4 bits of what the file's blocks are worth, in AutoAWQ's layout."""
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "cache"))
+    file = write_gguf("llama", tiny_model("llama", tmp_path / "source"), kind=kind)
+    out, awq = str(tmp_path / "out"), str(tmp_path / "awq")
+    options = ["--method", "rtn", "--group-size", "32", "--no-gate"]  # the values can be known beforehand
+    run = CliRunner().invoke(app, ["quantize", str(file), "--scheme", "awq", *options, "-o", out])
+    assert run.exit_code == 0, run.output
+    run = CliRunner().invoke(app, ["convert", out, "--to", "awq", "-o", awq])
+    assert run.exit_code == 0, run.output
+    (dense,) = (tmp_path / "cache" / "models").iterdir()
+    scheme, source = W4A16(32, symmetric=False), open_checkpoint(dense)
+    result = open_checkpoint(Path(awq))
+    assert result.quantization.method == "awq"
+    for module in all_modules(result.config):
+        name = f"{module}.weight"
+        expected = quantize_named(scheme, name, source.tensor(name).float(), None, dtype=torch.bfloat16)
+        assert torch.equal(weights(result, module), scheme.dequantize(expected)), module
+
+
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        (
+            "awq",
+            "a .gguf file goes to awq in two steps: `qinfer convert a.gguf -o DIR` where all linears are "
+            "Q4_0, which keep their 4 bits, or else, as for Q4_1, `qinfer quantize a.gguf --scheme awq -o "
+            "DIR`; then `qinfer convert DIR --to awq`",
+        ),
+        (
+            "gptq",
+            "a .gguf file goes to gptq in two steps: `qinfer convert a.gguf -o DIR`; then "
+            "`qinfer convert DIR --to gptq`",
+        ),
+        ("exl2", "cannot convert to 'exl2'; choose one of compressed-tensors, awq, gptq"),
+    ],
+)
+def test_other_dialects_are_told_the_way_before_the_file_is_read(
+    to: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["convert", "a.gguf", "--to", to, "--out", "nowhere"])
+    assert left.value.code == 2
+    assert capsys.readouterr() == ("", f"qinfer: {said}\n")
 
 
 def test_a_file_without_quantized_linears_is_refused(tmp_path: Path, write_gguf: WriteGGUF) -> None:
