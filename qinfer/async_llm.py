@@ -1,10 +1,9 @@
 """An engine in a thread of its own, fed from asyncio: what the HTTP server and async programs talk to.
 
 `async_engine` has what can be asked of the engine, `intake` the bound on what it takes on, `audience` those
-who wait for outputs, `engine_thread` the thread. A request's outputs wait in its `Mailbox`, which holds the
-latest only: outputs are cumulative, so a slow reader loses nothing and no queue can grow. A consumer that
-stops listening (cancelled, closed, gone) aborts its request. The thread may be in another process
-(`engine_process`), which no reader can tell.
+who wait for outputs, `engine_thread` the thread. A request's outputs wait in its `Mailbox`, joined to one: a
+slow reader loses nothing and no queue can grow. A consumer that stops listening (cancelled, closed, gone)
+aborts its request. The thread may be in another process (`engine_process`), which no reader can tell.
 """
 
 from __future__ import annotations
@@ -125,7 +124,8 @@ class AsyncLLM(AsyncEngine):
         if params.bad_words:  # as above: it spells them, and the engine finds them spelled
             await asyncio.to_thread(self._seat.aside, partial(questions.spell_bad_words, params))
         ask = Ask(request_id, token_ids, params, text, priority, cache_salt, pooling)
-        request = LiveRequest(ask, Mailbox(), partial(self._intake.leave, params.n, len(token_ids)), whole)
+        leave = partial(self._intake.leave, params.n, len(token_ids))
+        request = LiveRequest(ask, Mailbox(ask, whole=whole), leave)
         self._hand_over(request)
         finished = False
         seen: dict[int, CompletionOutput] = {}

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from qinfer.errors import EngineDeadError, EngineStoppedError
-from qinfer.live_request import LiveRequest
+from qinfer.live_request import Ask, LiveRequest
 from qinfer.mailbox import Letter, deliver
-from qinfer.outputs import RequestOutput
-from qinfer.sampling_params import SamplingParams
+from qinfer.output_parts import Part
 
 if TYPE_CHECKING:
     from qinfer.engine.options import EngineStats
@@ -24,17 +23,17 @@ if TYPE_CHECKING:
 class Observer(Protocol):
     """Told what happens to requests, on one thread; times are `time.monotonic` seconds."""
 
-    def added(self, request_id: str, params: SamplingParams, arrival: float) -> None:
+    def added(self, ask: Ask) -> None:
         """The engine has taken the request in."""
         ...
 
     def stepped(
-        self, outputs: Sequence[RequestOutput], stats: EngineStats, now: float, seconds: float
+        self, parts: Sequence[tuple[int, Part]], stats: EngineStats, now: float, seconds: float
     ) -> None:
-        """A step that took `seconds` has ended at `now` with these outputs."""
+        """A step that took `seconds` has ended at `now`; by number, what it adds to the requests' outputs."""
         ...
 
-    def ended(self, request_id: str, reason: str) -> None:
+    def ended(self, number: int, reason: str) -> None:
         """The request ended without a last output: nobody wants it ("abort") or the engine died ("error")."""
         ...
 
@@ -59,9 +58,9 @@ class Reports(Protocol):
         ...
 
     def stepped(
-        self, outputs: Sequence[tuple[int, RequestOutput]], stats: EngineStats, now: float, seconds: float
+        self, parts: Sequence[tuple[int, Part]], stats: EngineStats, now: float, seconds: float
     ) -> None:
-        """A step that took `seconds` has ended at `now`; finished outputs end their requests."""
+        """A step that took `seconds` has ended at `now`; a last part ends its request."""
         ...
 
     def ended(self, number: int, error: EngineStoppedError | None) -> None:
@@ -116,7 +115,7 @@ class Audience:
         ask = request.ask
         if ask.pooling is None:  # observers count generation
             for observer in self.observers:
-                observer.added(ask.request_id, ask.params, ask.arrival)
+                observer.added(ask)
 
     def refused(self, number: int, error: Exception) -> None:
         """As `Reports` says."""
@@ -124,21 +123,19 @@ class Audience:
             deliver([(request.mailbox, error)])
 
     def stepped(
-        self, outputs: Sequence[tuple[int, RequestOutput]], stats: EngineStats, now: float, seconds: float
+        self, parts: Sequence[tuple[int, Part]], stats: EngineStats, now: float, seconds: float
     ) -> None:
         """As `Reports` says."""
         self.stats = stats
-        seen = [output for _, output in outputs]
         for observer in self.observers:
-            observer.stepped(seen, stats, now, seconds)
+            observer.stepped(parts, stats, now, seconds)
         mail: list[Letter] = []
-        for number, output in outputs:
-            request = self._forget(number) if output.finished else self._live.get(number)
-            if request is None:
-                continue
-            request.latest = output
-            if output.finished or not request.whole:
-                mail.append((request.mailbox, output))
+        for number, part in parts:
+            about = part[1]
+            is_last = about is not None and about.finished
+            request = self._forget(number) if is_last else self._live.get(number)
+            if request is not None:
+                mail.append((request.mailbox, part))
         deliver(mail)
 
     def ended(self, number: int, error: EngineStoppedError | None) -> None:
@@ -147,8 +144,8 @@ class Audience:
         if request is None:
             return
         for observer in self.observers:
-            observer.ended(request.ask.request_id, "abort")
-        deliver([(request.mailbox, error or request.aborted())])
+            observer.ended(number, "abort")
+        deliver([(request.mailbox, error)])
 
     def died(self, error: EngineDeadError) -> None:
         """As `Reports` says."""
@@ -165,7 +162,7 @@ class Audience:
         deliver([(request.mailbox, error) for request in gone])
         for request in gone:
             for observer in self.observers if request.entered else ():
-                observer.ended(request.ask.request_id, "error")
+                observer.ended(request.ask.number, "error")
 
     def _forget(self, number: int) -> LiveRequest | None:
         with self.lock:

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
 from qinfer.engine_thread import EngineThread
 from qinfer.errors import EngineDeadError, EngineStoppedError, QinferError, UserError
+from qinfer.heap import settle_heap
 from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard, card_of
-from qinfer.output_parts import Cutter
-from qinfer.outputs import RequestOutput
+from qinfer.output_parts import Part
 from qinfer.pulse import start_beating
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def run_engine(pipe: Connection, load: Callable[[], LLM], close: Sequence[Closab
         error.add_note(traceback.format_exc())
         tell.send(portable(error))
     else:
+        settle_heap()
         wishes.fulfil(EngineThread(llm.engine, tell), tell)
         tell.send(ready)
         start_beating(partial(tell.send, ("beat",)))
@@ -135,7 +136,6 @@ class Messages:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._lock = pipe, threading.Lock()
-        self._cutters: dict[int, Cutter] = {}
 
     def send(self, content: object) -> None:
         """Anything."""
@@ -148,23 +148,17 @@ class Messages:
         self.send(("counted", stats))
 
     def entered(self, number: int) -> None:
-        self._cutters[number] = Cutter()
         self.send(("entered", number))
 
     def refused(self, number: int, error: Exception) -> None:
         self.send(("refused", number, error))
 
     def stepped(
-        self, outputs: Sequence[tuple[int, RequestOutput]], stats: EngineStats, now: float, seconds: float
+        self, parts: Sequence[tuple[int, Part]], stats: EngineStats, now: float, seconds: float
     ) -> None:
-        parts = [(number, self._cutters[number].cut(output)) for number, output in outputs]
-        for number, output in outputs:
-            if output.finished:
-                del self._cutters[number]
         self.send(("stepped", parts, stats, now, seconds))
 
     def ended(self, number: int, error: EngineStoppedError | None) -> None:
-        del self._cutters[number]
         self.send(("ended", number, error))
 
     def died(self, error: EngineDeadError) -> None:

@@ -28,12 +28,10 @@ from qinfer.engine_questions import unanswered
 from qinfer.errors import EngineDeadError, EngineStoppedError
 from qinfer.live_request import Ask
 from qinfer.model_card import ModelCard
-from qinfer.output_parts import Joiner, Part
 from qinfer.pulse import Pulse
 
 if TYPE_CHECKING:
     from qinfer.engine.engine import Engine
-    from qinfer.engine.options import EngineStats
     from qinfer.engine_thread import EngineThread
     from qinfer.llm import LLM
 
@@ -70,7 +68,6 @@ class EngineProcess:
         self._to_send: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._asked: dict[int, Future[Any]] = {}
         self._numbers = count()
-        self._joiners: dict[int, Joiner] = {}
         self._hearing = threading.Thread(target=self._hear, name="qinfer-hearing", daemon=True)
         self._sending = threading.Thread(target=self._write, name="qinfer-sending", daemon=True)
 
@@ -129,7 +126,6 @@ class EngineProcess:
 
     def put(self, ask: Ask) -> None:
         """Hands a request over."""
-        self._joiners[ask.number] = Joiner(ask)
         self._send("put", ask)
 
     def abort(self, number: int, request_id: str) -> None:
@@ -183,9 +179,9 @@ class EngineProcess:
         hear: dict[str, Callable[..., None]] = {
             "counted": self.audience.counted,
             "entered": self.audience.entered,
-            "refused": self._refused,
-            "stepped": self._stepped,
-            "ended": self._ended,
+            "refused": self.audience.refused,
+            "stepped": self.audience.stepped,
+            "ended": self.audience.ended,
             "died": self.audience.died,
             "answer": self._answer,
             "beat": lambda: None,
@@ -215,21 +211,6 @@ class EngineProcess:
         with self.audience.lock:
             for answer in self._asked.values():
                 answer.set_exception(ended)
-
-    def _refused(self, number: int, error: Exception) -> None:
-        self._joiners.pop(number, None)
-        self.audience.refused(number, error)
-
-    def _stepped(self, parts: list[tuple[int, Part]], stats: EngineStats, now: float, seconds: float) -> None:
-        outputs = [(number, self._joiners[number].join(part)) for number, part in parts]
-        for number, output in outputs:
-            if output.finished:
-                del self._joiners[number]
-        self.audience.stepped(outputs, stats, now, seconds)
-
-    def _ended(self, number: int, error: Any) -> None:
-        self._joiners.pop(number, None)
-        self.audience.ended(number, error)
 
     def _answer(self, number: int, content: bytes, error: Exception | None) -> None:
         with self.audience.lock:

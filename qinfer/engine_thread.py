@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from qinfer.audience import Reports
 from qinfer.engine_questions import unanswered
 from qinfer.errors import EngineDeadError, EngineStoppedError, UserError
 from qinfer.live_request import Ask
+from qinfer.output_parts import Cutter
 from qinfer.stat_log import INTERVAL, StatLog
 from qinfer.trace import Trace
 
@@ -55,6 +56,13 @@ def threads_left_to_the_engine() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+class _Live(NamedTuple):
+    """A request that the engine has, and what of its outputs was told."""
+
+    ask: Ask
+    cutter: Cutter
+
+
 class EngineThread:
     """Runs `engine`; `paused` keeps it from stepping, `trace` records what it does."""
 
@@ -66,7 +74,7 @@ class EngineThread:
         self._dead_error: EngineDeadError | None = None
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopped = False
-        self._live: dict[str, Ask] = {}  # the thread only
+        self._live: dict[str, _Live] = {}  # the thread only
         self._thread = threading.Thread(target=self._run, name="qinfer-engine", daemon=True)
         self._thread.start()
 
@@ -159,15 +167,15 @@ class EngineThread:
         stats = self.engine.stats()
         now = time.monotonic()
         self._stat_log.tick(stats, now)
-        numbered = []
+        parts = []
         for output in outputs:
-            ask = self._live.get(output.request_id)
-            if ask is None:  # aborted since the step was planned
+            live = self._live.get(output.request_id)
+            if live is None:  # aborted since the step was planned
                 continue
-            numbered.append((ask.number, output))
+            parts.append((live.ask.number, live.cutter.cut(output)))
             if output.finished:
                 del self._live[output.request_id]
-        self._reports.stepped(numbered, stats, now, now - began)
+        self._reports.stepped(parts, stats, now, now - began)
 
     def _add(self, ask: Ask) -> None:
         if self._dead_error is not None:
@@ -178,14 +186,14 @@ class EngineThread:
             return self._reports.refused(ask.number, error)
         except Exception as error:  # a bug in `add` may have left half a request behind
             return self._die(error)
-        self._live[ask.request_id] = ask
+        self._live[ask.request_id] = _Live(ask, Cutter())
         self._reports.entered(ask.number)
 
     def _abort(self, request_id: str, number: int | None = None) -> None:
-        ask = self._live.get(request_id)
-        if ask is None or number not in (None, ask.number):
+        live = self._live.get(request_id)
+        if live is None or number not in (None, live.ask.number):
             return  # never taken in, or finished meanwhile; the id may belong to another request by now
-        self._end(ask, None)
+        self._end(live.ask, None)
 
     def _end(self, ask: Ask, error: EngineStoppedError | None) -> None:
         del self._live[ask.request_id]
@@ -208,6 +216,6 @@ class EngineThread:
         self._reports.died(self._dead_error)
 
     def _stop(self) -> None:
-        for ask in list(self._live.values()):
-            self._end(ask, EngineStoppedError("the engine was shut down"))
+        for live in list(self._live.values()):
+            self._end(live.ask, EngineStoppedError("the engine was shut down"))
         self._stopped = True

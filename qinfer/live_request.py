@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
 
 from qinfer.mailbox import Mailbox
-from qinfer.outputs import RequestOutput
 from qinfer.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,20 +53,9 @@ class Ask:
 
 @dataclass
 class LiveRequest:
-    """A request whose end its reader waits for; `whole`: for nothing before. `left` is called at the end."""
+    """A request whose end its reader waits for; `left` is called at the end."""
 
     ask: Ask
     mailbox: Mailbox
     left: Callable[[], None]
-    whole: bool = False
     entered: bool = False  # the engine has it
-    latest: RequestOutput | None = None
-
-    def aborted(self) -> RequestOutput:
-        """What a reader gets in place of the rest."""
-        ask = self.ask
-        latest = self.latest or RequestOutput(ask.request_id, ask.prompt, ask.token_ids, None, [], False)
-        outputs = [
-            replace(choice, finish_reason=choice.finish_reason or "abort") for choice in latest.outputs
-        ]
-        return replace(latest, outputs=outputs, finished=True)

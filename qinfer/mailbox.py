@@ -1,7 +1,7 @@
 """Where a request's outputs wait for its reader.
 
-Outputs are cumulative, so that a mailbox holds the latest only: a slow reader loses nothing and no queue can
-grow. Whoever hears from the engine hands over; what is handed over arrives on the reader's event loop.
+Whoever hears from the engine hands parts over; they arrive on the reader's event loop, where they are joined.
+The reader takes all that has come as one output: a slow one loses nothing, and takes fewer and longer ones.
 """
 
 from __future__ import annotations
@@ -11,39 +11,56 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from qinfer.output_parts import Joiner, Part
 from qinfer.outputs import CompletionOutput, RequestOutput
+
+if TYPE_CHECKING:
+    from qinfer.live_request import Ask
 
 logger = logging.getLogger(__name__)
 
+Content = Part | Exception | None  # None: no more comes, since somebody has aborted the request
+
 
 class Mailbox:
-    """The latest output of one request, read on `loop`; everything here runs on that loop's thread."""
+    """The outputs of one request, read on `loop`; everything here runs on that loop's thread.
 
-    def __init__(self) -> None:
+    Of a `whole` one the reader gets nothing before the last.
+    """
+
+    def __init__(self, ask: Ask, *, whole: bool = False) -> None:
         self.loop = asyncio.get_running_loop()
-        self._content: RequestOutput | Exception | None = None
-        self._reader: asyncio.Future[None] | None = None  # waits for content; there is one reader
+        self._joiner, self._whole = Joiner(ask), whole
+        self._error: Exception | None = None
+        self._has_news = False
+        self._reader: asyncio.Future[None] | None = None  # waits for news; there is one reader
 
-    def put(self, content: RequestOutput | Exception) -> None:
-        """Replaces what is in it."""
-        self._content = content
+    def put(self, content: Content) -> None:
+        """Takes what has come, and wakes the reader."""
+        if isinstance(content, Exception):
+            self._error = content
+        elif content is None:
+            self._joiner.abort()
+        elif not self._joiner.add(content) and self._whole:
+            return
+        self._has_news = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
     async def take(self) -> RequestOutput:
-        """Waits for the next content; raises it where it is an error."""
-        if self._content is None:
+        """Waits for news and returns all that has come; raises it where it is an error."""
+        if not self._has_news:
             self._reader = self.loop.create_future()
             await self._reader
-        content, self._content = self._content, None
-        if isinstance(content, Exception):
-            raise content
-        assert content is not None
-        return content
+        self._has_news = False
+        if self._error is not None:
+            raise self._error
+        return self._joiner.output()
 
 
-Letter = tuple[Mailbox, RequestOutput | Exception]
+Letter = tuple[Mailbox, Content]
 
 
 def deliver(mail: Iterable[Letter]) -> None:

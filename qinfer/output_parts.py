@@ -1,4 +1,4 @@
-"""Outputs in parts, for a reader in another process: what is new of each, once.
+"""Outputs in parts, for a reader on another thread or in another process: what is new of each, once.
 
 Outputs are cumulative, and to send all of a text again with each of its tokens would cost its square. So the
 engine's side cuts from an output what was sent before, and the reader's side joins the rest to what it has.
@@ -7,10 +7,13 @@ A part is a plain tuple: there is one for every token.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qinfer.live_request import Ask
 from qinfer.outputs import CompletionOutput, PromptLogprobs, RequestOutput, RequestStateStats
+
+if TYPE_CHECKING:
+    from qinfer.live_request import Ask
 
 # index, text, token ids, cumulative logprob, logprobs, finish reason, stop reason
 ChoicePart = tuple[int, str, list[int], float | None, list[Any] | None, str | None, int | str | None]
@@ -68,42 +71,80 @@ class Cutter:
         )
 
 
+@dataclass
+class _Choice:
+    """One choice as it grows."""
+
+    cumulative_logprob: float | None
+    logprobs: list[Any] | None
+    text: str = ""
+    coming: list[str] = field(default_factory=list)  # what the text still lacks
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def output(self, index: int) -> CompletionOutput:
+        """What it is now."""
+        if self.coming:
+            self.text += "".join(self.coming)
+            self.coming.clear()
+        return CompletionOutput(
+            index,
+            self.text,
+            list(self.token_ids),
+            self.cumulative_logprob,
+            None if self.logprobs is None else list(self.logprobs),
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+
 class Joiner:
-    """What has come of one request's outputs."""
+    """What has come of one request's outputs.
+
+    Taking a part costs what is new in it, making an output all that the output holds: so there may be fewer.
+    """
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         scored = ask.params.logprobs is not None
         self._choices = [
-            CompletionOutput(i, "", [], 0.0 if scored else None, [] if scored else None)
-            for i in range(ask.params.n)
+            _Choice(0.0 if scored else None, [] if scored else None) for _ in range(ask.params.n)
         ]
         self._about = About(None, None, None, None, finished=False)
 
-    def join(self, part: Part) -> RequestOutput:
-        """The output that `part` was cut from; what it holds does not change any more."""
+    def add(self, part: Part) -> bool:
+        """Takes what has come; returns whether it was the last."""
         changed, about = part
         for index, text, token_ids, cumulative_logprob, logprobs, finish_reason, stop_reason in changed:
-            before = self._choices[index]
-            self._choices[index] = CompletionOutput(
-                index,
-                before.text + text,
-                [*before.token_ids, *token_ids],
-                cumulative_logprob,
-                None if logprobs is None else [*(before.logprobs or ()), *logprobs],
-                finish_reason,
-                stop_reason,
-            )
+            choice = self._choices[index]
+            choice.coming.append(text)
+            choice.token_ids += token_ids
+            choice.cumulative_logprob = cumulative_logprob
+            if logprobs is not None:
+                assert choice.logprobs is not None
+                choice.logprobs += logprobs
+            choice.finish_reason, choice.stop_reason = finish_reason, stop_reason
         self._about = about or self._about
-        known = self._about
+        return self._about.finished
+
+    def abort(self) -> None:
+        """Ends it with what has come."""
+        for choice in self._choices:
+            choice.finish_reason = choice.finish_reason or "abort"
+        self._about = self._about._replace(finished=True)
+
+    def output(self) -> RequestOutput:
+        """All that has come; what it holds does not change any more."""
+        about = self._about
         return RequestOutput(
             self._ask.request_id,
             self._ask.prompt,
             self._ask.token_ids,
-            known.prompt_logprobs,
-            list(self._choices),
-            known.finished,
-            known.metrics,
-            known.num_cached_tokens,
-            known.embedding,
+            about.prompt_logprobs,
+            [choice.output(index) for index, choice in enumerate(self._choices)],
+            about.finished,
+            about.metrics,
+            about.num_cached_tokens,
+            about.embedding,
         )

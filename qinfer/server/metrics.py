@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from qinfer.engine.options import EngineStats
-from qinfer.outputs import CompletionOutput, RequestOutput
-from qinfer.sampling_params import SamplingParams
+from qinfer.live_request import Ask
+from qinfer.output_parts import About, Part
 from qinfer.server.histogram import CHOICES, PREEMPTIONS, Histogram, settle_bounds
 
 REASONS = ("stop", "length", "abort", "error")
@@ -47,16 +47,16 @@ class _Choice:
     num_tokens: int = 0
     first: float = 0.0
     last: float = 0.0
-    finished: bool = False
+    finish_reason: str | None = None
 
 
 @dataclass
 class _Live:
     """A request that the engine works on; times are monotonic seconds."""
 
-    params: SamplingParams
-    arrival: float
-    num_prompt: int = 0  # known with the first token
+    ask: Ask
+    num_prompt: int = 0  # counts from the first token on
+    num_cached: int = 0
     first: float | None = None
     choices: dict[int, _Choice] = field(default_factory=dict)
 
@@ -91,34 +91,36 @@ class ServerMetrics:
         self.request_max_tokens = Histogram(bounds.request_tokens)
         self.request_n = Histogram(CHOICES)
         self.request_preemptions = Histogram(PREEMPTIONS)
-        self._live: dict[str, _Live] = {}
+        self._live: dict[int, _Live] = {}
 
-    def added(self, request_id: str, params: SamplingParams, arrival: float) -> None:
+    def added(self, ask: Ask) -> None:
         """Starts the clock of a request."""
-        self._live[request_id] = _Live(params, arrival)
+        self._live[ask.number] = _Live(ask)
 
     def stepped(
-        self, outputs: Sequence[RequestOutput], stats: EngineStats, now: float, seconds: float
+        self, parts: Sequence[tuple[int, Part]], stats: EngineStats, now: float, seconds: float
     ) -> None:
         """Counts what a step has made."""
         step = stats.last_step
         with self.lock:
-            for output in outputs:
-                if output.request_id in self._live:
-                    self._take(output, now)
+            for number, part in parts:
+                if (live := self._live.get(number)) is not None:
+                    self._take(live, part, now)
             if num_sequences := step.num_prefills + step.num_decodes:
                 self.step_seconds[step.phase].observe(seconds)
                 self.step_tokens.observe(step.prefill_tokens + step.new_tokens)
                 self.step_sequences.observe(num_sequences)
 
-    def ended(self, request_id: str, reason: str) -> None:
+    def ended(self, number: int, reason: str) -> None:
         """Counts the choices that will not be finished."""
-        live = self._live.pop(request_id, None)
+        live = self._live.pop(number, None)
         if live is None:  # taken in before this began to watch
             return
         with self.lock:
-            self.finished[reason] += live.params.n - sum(c.finished for c in live.choices.values())
-            self.recent.append(_recent(request_id, live, time.monotonic(), reason))
+            self.finished[reason] += live.ask.params.n - sum(
+                choice.finish_reason is not None for choice in live.choices.values()
+            )
+            self.recent.append(_recent(live, time.monotonic(), reason))
 
     def reject(self, reason: str) -> None:
         """Counts a request that was not let in; `reason` is one of REJECTIONS."""
@@ -126,64 +128,67 @@ class ServerMetrics:
         with self.lock:
             self.rejected[reason] += 1
 
-    def _take(self, output: RequestOutput, now: float) -> None:
-        live = self._live[output.request_id]
+    def _take(self, live: _Live, part: Part, now: float) -> None:
+        changed, about = part
         if live.first is None:
-            live.first, live.num_prompt = now, len(output.prompt_token_ids)
-            self.first_token.observe(now - live.arrival)
+            live.first, live.num_prompt = now, len(live.ask.token_ids)
+            live.num_cached = 0 if about is None else about.num_cached_tokens or 0
+            self.first_token.observe(now - live.ask.arrival)
             self.prompt_tokens += live.num_prompt
-            self.cached_tokens += output.num_cached_tokens or 0
-        for completion in output.outputs:
-            self._choice(completion, live.choices.setdefault(completion.index, _Choice()), now)
-        if output.finished:
-            self._finish(output, self._live.pop(output.request_id), now)
+            self.cached_tokens += live.num_cached
+        for index, _, token_ids, _, _, finish_reason, _ in changed:
+            choice = live.choices.setdefault(index, _Choice())
+            self._choice(choice, len(token_ids), finish_reason, now)
+        if about is not None and about.finished:
+            self._finish(self._live.pop(live.ask.number), about, now)
 
-    def _choice(self, completion: CompletionOutput, choice: _Choice, now: float) -> None:
-        made = len(completion.token_ids) - choice.num_tokens
+    def _choice(self, choice: _Choice, made: int, finish_reason: str | None, now: float) -> None:
         if made > 0:
             if choice.num_tokens:
                 self.inter_token.observe(now - choice.last)
             else:
                 choice.first = now
-            choice.num_tokens, choice.last = len(completion.token_ids), now
+            choice.num_tokens += made
+            choice.last = now
             self.generation_tokens += made
-        if completion.finish_reason is not None and not choice.finished:
-            choice.finished = True
-            self.finished[completion.finish_reason] += 1
+        if finish_reason is not None:
+            choice.finish_reason = finish_reason
+            self.finished[finish_reason] += 1
             gaps = max(1, choice.num_tokens - 1)
             self.per_token.observe((choice.last - choice.first) / gaps)
 
-    def _finish(self, output: RequestOutput, live: _Live, now: float) -> None:
+    def _finish(self, live: _Live, about: About, now: float) -> None:
         lengths = [choice.num_tokens for choice in live.choices.values()]
-        self.latency.observe(now - live.arrival)
+        self.latency.observe(now - live.ask.arrival)
         self.request_prompt_tokens.observe(live.num_prompt)
-        self.request_computed_tokens.observe(live.num_prompt - (output.num_cached_tokens or 0))
+        self.request_computed_tokens.observe(live.num_prompt - live.num_cached)
         self.request_generation_tokens.observe(sum(lengths))
         self.request_longest.observe(max(lengths))
-        self.request_n.observe(live.params.n)
-        if live.params.max_tokens is not None:
-            self.request_max_tokens.observe(live.params.max_tokens)
-        if (times := output.metrics) is not None:
+        params = live.ask.params
+        self.request_n.observe(params.n)
+        if params.max_tokens is not None:
+            self.request_max_tokens.observe(params.max_tokens)
+        if (times := about.metrics) is not None:
             self.queue.observe(times.scheduled_ts - times.queued_ts)
             self.prefill.observe(times.first_token_ts - times.scheduled_ts)
             self.decode.observe(times.last_token_ts - times.first_token_ts)
             self.inference.observe(times.last_token_ts - times.scheduled_ts)
             self.request_preemptions.observe(times.num_preemptions)
-        reason = output.outputs[0].finish_reason
+        reason = live.choices[0].finish_reason
         assert reason is not None
-        self.recent.append(_recent(output.request_id, live, now, reason))
+        self.recent.append(_recent(live, now, reason))
 
 
-def _recent(request_id: str, live: _Live, now: float, reason: str) -> Recent:
+def _recent(live: _Live, now: float, reason: str) -> Recent:
     choice = live.choices.get(0, _Choice())
     gaps = choice.num_tokens - 1
     return Recent(
-        request_id,
+        live.ask.request_id,
         time.time(),
         live.num_prompt,
         sum(one.num_tokens for one in live.choices.values()),
-        None if live.first is None else live.first - live.arrival,
+        None if live.first is None else live.first - live.ask.arrival,
         (choice.last - choice.first) / gaps if gaps > 0 else None,
-        now - live.arrival,
+        now - live.ask.arrival,
         reason,
     )

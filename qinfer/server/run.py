@@ -23,6 +23,7 @@ from fastapi import FastAPI
 
 from qinfer.async_llm import AsyncLLM
 from qinfer.engine_process import EngineProcess
+from qinfer.heap import settle_heap
 from qinfer.model_card import ModelCard
 from qinfer.server.app import build_app
 from qinfer.server.connections import LoopErrors, raise_file_limit
@@ -83,6 +84,7 @@ def _serve_by(
     door = Door()
     server = _Server(_config(build_app(engine, options, door=door)))
     ending = Ending(server, engine, door, options.shutdown_timeout)
+    settle_heap()
     asyncio.run(_serve(server, engine, ending, listener, on_ready))
     ending.cancel()
     if engine.errored:

@@ -48,7 +48,8 @@ def test_joined_outputs_are_those_that_were_cut(steps, scored):
     cutter, joiner = Cutter(), Joiner(Ask("r", PROMPT, params, "p"))
     kept = []
     for output in outputs_of(rows, scored=scored):
-        joined = joiner.join(pickle.loads(pickle.dumps(cutter.cut(output))))
+        assert joiner.add(pickle.loads(pickle.dumps(cutter.cut(output)))) is output.finished
+        joined = joiner.output()
         if output.finished:
             assert joined == output
         assert replace(joined, metrics=None) == replace(output, metrics=None)
