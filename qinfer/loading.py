@@ -1,4 +1,4 @@
-"""From an open checkpoint to an engine that may serve it: the gate's word, then the weights, then the pool.
+"""From an open checkpoint to an engine that may serve it: limits, the gate's word, weights, then the pool.
 
 So a refusal costs nothing. Whether the weights are those that were judged takes seconds to find out, in which
 they are hashed and loaded at once.
@@ -25,7 +25,7 @@ from qinfer.dtypes import name_of
 from qinfer.engine.budget import require_weights_fit
 from qinfer.engine.engine import Engine
 from qinfer.engine.kv_pool import resolve_kv_cache_dtype, scales_in
-from qinfer.engine.options import EngineOptions
+from qinfer.engine.options import EngineOptions, settle_limits
 from qinfer.engine.sizing import space_of
 from qinfer.evals.certificate import GateStatus
 from qinfer.evals.clearance import Clearance, Kind
@@ -64,6 +64,7 @@ class Loader:
     def load(self) -> Loaded:
         """Raises GateError for what may not serve, UserError for what cannot be loaded or does not fit."""
         checkpoint, device = self.checkpoint, model_device()
+        settle_limits(self.options, checkpoint.config.context_len, on_gpu=device.type != "cpu")
         kv_cache_dtype = resolve_kv_cache_dtype(
             self.options.kv_cache_dtype,
             name_of(self.dtype),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qinfer.checkpoint.checkpoint import Checkpoint
 from qinfer.checkpoint.compressed_tensors import quantization_config
 from qinfer.errors import UserError
 from qinfer.llm import LLM
@@ -223,6 +224,30 @@ def test_values_of_the_wrong_kind_are_one_line(folder: Path, keywords: dict[str,
     with pytest.raises(UserError, match=said) as caught:
         LLM(**{"model": str(folder), **keywords})
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"max_model_len": 2**20}, r"max_model_len 1048576 exceeds the model's context of \d+ tokens"),
+        (
+            {"max_num_batched_tokens": 4, "max_num_seqs": 8},
+            "max_num_batched_tokens 4 is below max_num_seqs 8",
+        ),
+        ({"max_num_batched_tokens": 9, "enable_chunked_prefill": False}, "9 is below max_model_len"),
+    ],
+)
+def test_limits_that_contradict_the_model_are_told_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any], said: str
+) -> None:
+    def read(self: Checkpoint, name: str, *_: Any) -> None:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(Checkpoint, "tensor", read)
+    with pytest.raises(AssertionError, match="was read"):
+        LLM(str(folder))
+    with pytest.raises(UserError, match=said):
+        LLM(str(folder), **keywords)
 
 
 def test_a_path_and_a_size_in_words_will_do(folder: Path) -> None:
