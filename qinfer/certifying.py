@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -85,5 +86,17 @@ class Judge:
         candidate = reading.open_model(str(self.folder))
         serving = reading.Serving.settle("auto", "auto", candidate.checkpoint)
         comparison = compare.Comparison(candidate, serving, self.source, self.profile, explain=explain)
-        self.last = certify(comparison, self.seal, progress=self.progress)
+        try:
+            self.last = certify(comparison, self.seal, progress=self.progress)
+        except BaseException:  # an interrupt too, and what an extension makes of one
+            self._say_how_to_go_on()
+            raise
         return self.last.verdict == "PASS"
+
+    def _say_how_to_go_on(self) -> None:
+        words = ["qinfer", "eval", str(self.folder), "--against", self.source.name, "--profile", self.profile]
+        logger.warning(
+            "%s is written but not judged: the same command goes on with judging, or judge it with `%s`",
+            self.folder,
+            shlex.join(words),
+        )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -94,6 +96,8 @@ def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrup
     code, text, err = qinfer(*command)
     assert (code, text) == (130, "")
     assert err.splitlines()[-1] == "qinfer: interrupted"
+    assert f"{out} is written but not judged: the same command goes on with judging" in caplog.text
+    caplog.clear()
     report = json.loads((out / "qinfer_report.json").read_text())
     assert qinfer("generate", out, "-p", "hi").code == 1  # whole, but nobody has judged it
 
@@ -110,7 +114,23 @@ def test_judging_that_was_interrupted_goes_on(qinfer, source, tmp_path, interrup
     names = [f"qinfer_gate.{kind}" for kind in ("html", "json", "md")]
     assert sorted(path.name for path in out.glob("qinfer_gate*")) == names
     assert not (out / "qinfer_waiting.json").exists()
+    assert "not judged" not in caplog.text
     assert qinfer(*command).code == 2  # with its verdict it is finished
+
+
+def test_the_command_that_an_interrupt_names_judges_what_was_written(
+    qinfer, source, tmp_path, interrupted_in, caplog
+):
+    out = tmp_path / "o ut"
+    interrupted_in(Engine, "prompt_logits", 3)
+    command = ("quantize", source, "--scheme", "w8a16-int8", "--out", out, "--profile", "quick")
+    assert qinfer(*command).code == 130
+    (named,) = re.findall("or judge it with `(.*)`", caplog.text)
+    assert named == f"qinfer eval '{out}' --against {source} --profile quick"
+    assert qinfer(*shlex.split(named)[1:]).code == 0
+    assert json.loads((out / "qinfer_gate.json").read_text())["verdict"] == "PASS"
+    assert not (out / "qinfer_waiting.json").exists()
+    assert qinfer("generate", out, "-p", "hi", "--max-tokens", 1).code == 0
 
 
 @pytest.fixture
