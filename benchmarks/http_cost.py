@@ -7,10 +7,11 @@
 Two engines of the same model, each in a process of its own, take turns on the same machine: `LLM.generate`
 with all prompts at once, then as many clients as said on the server, streaming, then the same without
 streams. Both engines take as many sequences at once as there are clients, greedily and without a prefix
-cache. Clients must not be what limits: they read without looking, and a fast engine wants several processes
-of them. The figure is the ratio of output tokens per second, over HTTP to without, in the median of the
-rounds; rounds alternate, since the speed of a shared machine drifts. Beside it stands the processor time per
-token, of the process that generates or of the two that serve, which a busy machine disturbs less.
+cache. Clients keep their connections, as SDKs do, and must not be what limits: they read without looking, and
+a fast engine wants several processes of them. The figure is the ratio of output tokens per second, over HTTP
+to without, in the median of the rounds; rounds alternate, since the speed of a shared machine drifts. Beside
+it stands the processor time per token, of the process that generates or of the two that serve, which a busy
+machine disturbs less.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from qinfer.bench.prompts import Prompt, texts_of
 from qinfer.bench.report import machine_of
 
 COLUMNS = ("generate", "streams", "whole")
+END = b"0\r\n\r\n"  # of a body in chunks
 FIELDS = {"temperature": 0, "ignore_eos": True}
 ENGINE = {
     **dict.fromkeys(("load_format", "scheme", "tokenizer", "kv_cache_dtype"), str),
@@ -99,49 +101,61 @@ def generated(llm: LLM, prompts: Sequence[Prompt]) -> int:
     return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-class Answer(asyncio.Protocol):
-    """Sends a request and gathers what comes, of which nothing is read before it has ended."""
+class Client(asyncio.Protocol):
+    """Asks one request after another on a connection of its own; of a stream it reads nothing but its end."""
 
-    def __init__(self, request: bytes) -> None:
-        self.request, self.content = request, bytearray()
-        self.ended = asyncio.get_running_loop().create_future()
+    def __init__(self) -> None:
+        self.content = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(self.request)
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         self.content += data
+        if self._is_whole():
+            self.ended.set_result(bytes(self.content))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.ended.set_result(bytes(self.content))
+        if not self.ended.done():
+            self.ended.set_exception(ConnectionError(f"cut off: {bytes(self.content[-300:])!r}"))
 
+    def _is_whole(self) -> bool:
+        if self.content.endswith(END):
+            return True
+        head, between, _ = self.content[:1000].partition(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head)
+        size = len(self.content) - len(head) - len(between)
+        return length is not None and bool(between) and size == int(length[1])
 
-async def answered(host: str, port: int, body: dict[str, Any]) -> int:
-    """The tokens of one complete answer."""
-    content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
-    asked = Answer(head.encode() + content)
-    await asyncio.get_running_loop().create_connection(lambda: asked, host, port)
-    answer = await asked.ended
-    assert answer.startswith(b"HTTP/1.1 200 "), answer[:500]
-    assert not body["stream"] or answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"), answer[-500:]
-    return int(re.findall(rb'"completion_tokens":(\d+)', answer)[-1])
+    async def answered(self, body: dict[str, Any]) -> int:
+        """The tokens of one complete answer."""
+        content = json.dumps(body).encode()
+        self.content.clear()
+        self.ended = asyncio.get_running_loop().create_future()
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        self.transport.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        answer = await self.ended
+        assert answer.startswith(b"HTTP/1.1 200 "), answer[:500]
+        assert not body["stream"] or answer.endswith(b"data: [DONE]\n\n\r\n" + END), answer[-500:]
+        return int(re.findall(rb'"completion_tokens":(\d+)', answer)[-1])
 
 
 def asked_of(url: str, clients: int, stream: bool, prompts: Sequence[Prompt]) -> int:
-    """So many clients at once, until all prompts are answered."""
-    parts, limit = urlsplit(url), asyncio.Semaphore(clients)
+    """So many clients at once, each with a connection of its own, until all prompts are answered."""
+    parts, left = urlsplit(url), iter(prompts)
     fields = {**FIELDS, "stream": stream, **({"stream_options": {"include_usage": True}} if stream else {})}
 
-    async def one(prompt: Prompt) -> int:
-        body = {"prompt": prompt.text, "max_tokens": prompt.output_len, **fields}
-        async with limit:
-            return await answered(str(parts.hostname), int(parts.port or 80), body)
+    async def one() -> int:
+        loop = asyncio.get_running_loop()
+        _, client = await loop.create_connection(Client, str(parts.hostname), int(parts.port or 80))
+        bodies = ({"prompt": prompt.text, "max_tokens": prompt.output_len, **fields} for prompt in left)
+        tokens = sum([await client.answered(body) for body in bodies])
+        client.transport.close()
+        return tokens
 
     async def everyone() -> int:
-        return sum(await asyncio.gather(*map(one, prompts)))
+        return sum(await asyncio.gather(*[one() for _ in range(clients)]))
 
     return asyncio.run(everyone())
 
@@ -176,7 +190,10 @@ def arguments() -> argparse.Namespace:
     for name, kind in ENGINE.items():
         option = f"--{name.replace('_', '-')}"
         parser.add_argument(option, type=kind, help="of both engines, as `qinfer serve` has it")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.clients % asked.client_processes or asked.prompts % asked.clients:
+        parser.error("a whole number of prompts for each client, and of clients for each of their processes")
+    return asked
 
 
 def measured(

@@ -1,6 +1,7 @@
 """Asks a stub engine in a process of its own, and says on stderr what comes of it."""
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -83,6 +84,15 @@ async def ask_oddly(engine):
         except Exception as error:
             kinds.append(type(error).__name__)
     return [*kinds, await engine.ask(vocabulary)]
+
+
+def walked(engine):
+    """Objects that the collector looks at, for each that it does not."""
+    return len(gc.get_objects()) / gc.get_freeze_count()
+
+
+async def ask_what_is_walked(engine):
+    return await engine.ask(walked) < 0.1
 
 
 async def main(engine):

@@ -13,6 +13,7 @@ ASKER = str(Path(__file__).with_name("stub_asker.py"))
     ("what", "said"),
     [
         ("leave_and_ask", "[True, 256] False"),
+        ("ask_what_is_walked", "True False"),
         (
             "ask_oddly",
             "['UserError', 'UserError', 'AttributeError', 'LookupError', 'LookupError', 256] False",

@@ -214,6 +214,25 @@ def test_connections_beyond_the_limit_on_files_wait_and_are_told_in_a_line(start
     assert "socket.accept()" not in "".join(process.said)
 
 
+WALKED = """
+import gc, sys
+sys.path.insert(0, sys.argv[1])
+from stub_server import load
+from qinfer.server.run import serve
+def say(url, card):
+    walked, frozen = len(gc.get_objects()), gc.get_freeze_count()
+    print("the collector walks through few:", walked < 0.1 * frozen, file=sys.stderr, flush=True)
+serve(load, port=0, on_ready=say)
+"""
+
+
+def test_the_collector_does_not_walk_through_what_a_server_has_loaded(start):
+    process = start("-c", WALKED, str(Path(__file__).parent))
+    assert process.wait_for("walks through few").endswith("True\n")
+    process.send(signal.SIGTERM)
+    assert process.exit_code() == 0
+
+
 def test_a_taken_port_is_one_line_before_loading():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
