@@ -37,6 +37,11 @@ class GateStatus(NamedTuple):
     state: GateState
     line: str
 
+    @property
+    def is_warning(self) -> bool:
+        """Whether it is served without a PASS that it needs, of which the log warns."""
+        return self.state in ("ungated", "failed")
+
 
 def write(
     checkpoint: Path,

@@ -96,7 +96,7 @@ class Clearance:
                 self._status = GateStatus("passed", one_line(_line(self._document, self._use)))
             except GateError as error:
                 self._status = self._refused(error)
-        if self._status.state in ("ungated", "failed"):
+        if self._status.is_warning:
             logger.warning("%s", self._status.line)
         return self._status
 

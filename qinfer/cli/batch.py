@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.engine_options import ENGINE, GATE, HUB, MODEL, EngineKeywords, with_engine_options
+from qinfer.cli.engine_options import ENGINE, GATE, HUB, MODEL, EngineKeywords, say_gate, with_engine_options
 from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.cli.server_options import (
@@ -119,7 +119,8 @@ def _load(model: str, keywords: Mapping[str, Any]) -> LLM:
     from qinfer.llm import LLM
 
     llm = LLM(model, **keywords)
-    print(f"{llm.gate.line}\n{llm.engine.ledger.to_text()}", file=sys.stderr, flush=True)
+    say_gate(llm.gate)
+    print(llm.engine.ledger.to_text(), file=sys.stderr, flush=True)
     return llm
 
 

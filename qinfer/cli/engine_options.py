@@ -6,6 +6,7 @@ here once: a command has one parameter `engine` instead, in whose place the deco
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
 from inspect import Parameter, signature
@@ -90,6 +91,12 @@ def _parameter(name: str, defaults: dict[str, Any]) -> Parameter:
 def _keywords(memory: str | None = None, **chosen: Any) -> EngineKeywords:
     keywords = {name: value for name, value in chosen.items() if value is not None}
     return keywords if memory is None else keywords | {"memory": parse_size(memory)}
+
+
+def say_gate(gate: GateStatus) -> None:
+    """The gate's word to stderr, unless the log has it already, as a warning."""
+    if not gate.is_warning:
+        print(gate.line, file=sys.stderr, flush=True)
 
 
 def describe_model(config: ModelConfig, gate: GateStatus, ledger: Ledger) -> dict[str, Any]:

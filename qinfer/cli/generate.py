@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qinfer.cli.engine_options import ENGINE, GATE, HUB, EngineKeywords, describe_model, with_engine_options
+from qinfer.cli.engine_options import (
+    ENGINE,
+    GATE,
+    HUB,
+    EngineKeywords,
+    describe_model,
+    say_gate,
+    with_engine_options,
+)
 from qinfer.cli.options import JsonOption, ModelArgument
 from qinfer.cli.output import show, stdout_kept_for_result
 from qinfer.errors import UserError
@@ -65,7 +72,7 @@ def generate(
         from qinfer.llm import LLM
 
         llm = LLM(model, **engine)
-        print(llm.gate.line, file=sys.stderr)
+        say_gate(llm.gate)
         params = replace(llm.get_default_sampling_params(), **chosen)
         start = time.perf_counter()
         if chat:

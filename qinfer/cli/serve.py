@@ -14,6 +14,7 @@ from qinfer.cli.engine_options import (
     MODEL,
     EngineKeywords,
     describe_model,
+    say_gate,
     with_engine_options,
 )
 from qinfer.cli.options import JsonOption, ModelArgument
@@ -103,7 +104,8 @@ def serve(
 
     def ready(url: str, card: ModelCard) -> None:
         names = card.names
-        print(f"{card.gate.line}\n{card.ledger.to_text()}", file=sys.stderr)
+        say_gate(card.gate)
+        print(card.ledger.to_text(), file=sys.stderr)
         print(f"{', '.join(names)} is served at {url}/v1", file=sys.stderr, flush=True)
         if webui:
             print(f"a page to chat and watch is at {url}/", file=sys.stderr, flush=True)

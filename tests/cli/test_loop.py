@@ -70,6 +70,22 @@ def test_quantize_without_the_gate_leaves_no_verdict(qinfer, source):
     assert qinfer("generate", out, "-p", "hi").code == 1
 
 
+def test_serving_without_a_verdict_is_told_once(qinfer, source, tmp_path, caplog):
+    """By the log's warning alone; a verdict that is none to warn of is told by the command itself."""
+    (tmp_path / "in.jsonl").write_text('{"prompt": "hi", "max_tokens": 1}\n')
+    files = ("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl", "--overwrite")
+    generate, batch = ("generate", "-p", "hi", "--max-tokens", 1), ("batch", *files)
+    out = tmp_path / "ungated"
+    assert qinfer("quantize", source, "--out", out, "--scheme", "w8a16-int8", "--no-gate").code == 0
+    for command, *options in (generate, batch):
+        caplog.clear()
+        code, _, err = qinfer(command, out, *options, "--allow-ungated")
+        assert code == 0
+        assert (caplog.text + err).count("served without a valid verdict of the gate") == 1
+        code, _, err = qinfer(command, source, *options)
+        assert (code, err.count("dense weights: no verdict needed")) == (0, 1)
+
+
 def test_perplexity_of_one_model(qinfer, source, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 30)

@@ -61,6 +61,7 @@ def test_serve_tells_when_it_is_ready_answers_and_ends_cleanly(model):
     assert ready["ledger"]["budget"] == 2**30
     assert 1 <= completion["usage"]["completion_tokens"] <= 4
     assert "tiny is served at" in ready["stderr"]
+    assert ready["stderr"].count("dense weights: no verdict needed") == 1
     assert "KV pool" in ready["stderr"]
 
 
@@ -74,6 +75,7 @@ def test_q25_what_quantize_wrote_answers_a_chat_without_its_source(tmp_path):
     with served(out, "--allow-ungated", "--served-model-name", "out") as ready:
         options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
         chat = ask(ready, "chat/completions", model="out", messages=messages, **options)
+    assert ready["stderr"].count("served without a valid verdict of the gate") == 1
     assert chat["choices"][0]["message"]["content"] == expected.outputs[0].text
     assert chat["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
     assert chat["usage"]["completion_tokens"] == 6
