@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from qinfer.checkpoint import names
 from qinfer.checkpoint.files import write_json
 from qinfer.checkpoint.gguf_config import GGUFSource, make_config, make_generation_config
+from qinfer.checkpoint.gguf_reader import read_gguf
 from qinfer.checkpoint.gguf_tokenizer import make_tokenizer
 from qinfer.checkpoint.shard_writer import ShardWriter
 from qinfer.config import ModelConfig
@@ -68,16 +69,11 @@ def convert_gguf(file: Path, folder: Path, *, progress: Callable[[str], None]) -
 
 def open_gguf(file: Path) -> tuple[dict[str, Any], GGUFSource]:
     """The file's tensors as the gguf library has them, and how they read; CheckpointError if cut off."""
-    try:
-        reader = gguf.GGUFReader(file)
-        metadata = {key: field.contents() for key, field in reader.fields.items()}
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise CheckpointError(f"{file} is not a whole GGUF file: {error}") from error
+    tensors, metadata = read_gguf(file)
     if metadata.get("split.count", 1) > 1:
         raise UnsupportedModelError(
             f"{file} is one of {metadata['split.count']} parts: merge them first (llama-gguf-split --merge)"
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
     shapes = {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in tensors.items()}
 
     def values(name: str) -> NDArray[np.float32]:

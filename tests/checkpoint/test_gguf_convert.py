@@ -193,11 +193,44 @@ def test_missing_and_surplus_tensors_are_named(tmp_path: Path, write_gguf: Write
         )
 
 
-@pytest.mark.parametrize("keep", [0, 3, 100, 20_000, -5000])
-def test_file_that_is_cut_off(keep: int, tmp_path: Path, write_gguf: WriteGGUF) -> None:
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (0, "it is empty"),
+        (3, "it ends within its header, after 3 bytes"),
+        (100, "it ends within its header, after 100 bytes"),
+        (20_000, "it has 20,000 of {size:,} bytes"),
+        (-5000, "it has {short:,} of {size:,} bytes"),
+        (-1, "it has {less:,} of {size:,} bytes"),
+    ],
+)
+def test_file_that_is_cut_off(keep: int, said: str, tmp_path: Path, write_gguf: WriteGGUF) -> None:
     file = write_gguf("qwen2", tiny_model("qwen2", tmp_path / "source"))
-    file.write_bytes(file.read_bytes()[:keep])
-    with pytest.raises(CheckpointError, match=r"qwen2.gguf is not a whole GGUF file"):
+    content = file.read_bytes()
+    size = len(content)
+    file.write_bytes(content[:keep])
+    with pytest.raises(CheckpointError) as raised:
+        convert(file, tmp_path / "out")
+    told = said.format(size=size, short=size - 5000, less=size - 1)
+    assert str(raised.value) == f"{file} is not a whole GGUF file: {told}; fetch it again"
+
+
+@pytest.mark.parametrize(
+    ("at", "written", "said"),
+    [
+        (0, b"<htm", "is not a GGUF file: it begins with b'<htm', not b'GGUF'; look at what was fetched"),
+        (4, b"\x09\0\0\0", "is damaged, or a kind of GGUF that is not known here (.*version 9.*); fetch"),
+        (24, b"\xff\xff\xff\x7f", "is not a whole GGUF file: it ends within its header"),  # a text's length
+    ],
+)
+def test_file_that_is_another_or_damaged(
+    at: int, written: bytes, said: str, tmp_path: Path, write_gguf: WriteGGUF
+) -> None:
+    file = write_gguf("qwen2", tiny_model("qwen2", tmp_path / "source"))
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(written)
+    with pytest.raises(CheckpointError, match=said.replace("(", r"\(").replace(")", r"\)")):
         convert(file, tmp_path / "out")
 
 
