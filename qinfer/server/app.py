@@ -43,14 +43,16 @@ GATE_HEADER = "x-qinfer-gate"
 
 
 class _App(FastAPI):
-    """FastAPI, whose document would promise 422 where this server says 400."""
+    """FastAPI, whose document would promise 422 where this server says 400, and bodies in answers to HEAD."""
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI document."""
         document = super().openapi()
         for methods in document["paths"].values():
-            for operation in methods.values():
+            for method, operation in methods.items():
                 operation["responses"].pop("422", None)
+                for response in operation["responses"].values() if method == "head" else ():
+                    response.pop("content", None)
         for name in ("HTTPValidationError", "ValidationError"):
             document["components"]["schemas"].pop(name, None)
         return document
@@ -171,7 +173,9 @@ def _token_routes(state: ServerState) -> APIRouter:
 def _operator_routes(state: ServerState, http: HttpMetrics) -> APIRouter:
     router = APIRouter()
 
+    @router.head("/health")  # balancers ask so: the answer of GET, of which the server sends the head alone
     @router.get("/health")
+    @router.head("/ping")
     @router.get("/ping")
     @router.post("/ping")
     async def health() -> Response:

@@ -8,6 +8,7 @@ answer is in it.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections.abc import Iterable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_CELLS = 1024  # of the map of pages
 NUM_SHOWN = 20  # requests
+PAGES_SECONDS = 2.0  # that an engine has to tell of its pages, between two steps; all else is known here
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
@@ -58,7 +60,7 @@ class TokenStats(BaseModel):
 
 
 class KVStats(BaseModel):
-    """Share of the KV pages that sequences hold; `pages` is None where the engine cannot be asked."""
+    """Share of the KV pages that sequences hold; `pages` is None where the engine does not tell."""
 
     usage: float
     tokens: int
@@ -172,11 +174,12 @@ def percentiles(values: Iterable[float]) -> dict[str, float]:
 
 
 async def _pages(state: ServerState) -> PageMap | None:
+    """The map, where the engine tells it in time: its process may have stopped, or be in a long step."""
     if not state.engine.is_awake:
         return None
     try:
-        return await state.engine.ask(_survey)
-    except EngineDeadError:
+        return await asyncio.wait_for(state.engine.ask(_survey), PAGES_SECONDS)
+    except (EngineDeadError, TimeoutError):
         return None
 
 

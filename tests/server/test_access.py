@@ -116,6 +116,27 @@ def test_ping_is_health(serve_scripted, method):
         assert served.client.request(method, "/ping").status_code == 503
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_a_balancer_that_asks_by_head_gets_the_head_of_the_answer(serve_scripted, path):
+    def asked(method: str) -> tuple[int, dict[str, str], bytes]:
+        answer = served.client.request(method, path)
+        known = {name: answer.headers.get(name) for name in ("content-type", "content-length", "retry-after")}
+        return answer.status_code, known, answer.content
+
+    with serve_scripted(api_keys=KEYS) as served:
+        status, headers, body = asked("GET")
+        assert (status, len(body)) == (200, int(headers["content-length"]))
+        assert asked("HEAD") == (200, headers, b"")
+        served.engine.shutdown()
+        status, headers, body = asked("GET")
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert asked("HEAD") == (503, headers, b"")
+        document = served.get("/openapi.json").json()["paths"][path]
+    assert set(document["head"]["responses"]) == set(document["get"]["responses"]) >= {"200", "503"}
+    assert not any("content" in response for response in document["head"]["responses"].values())
+    assert "content" in document["get"]["responses"]["503"]
+
+
 def test_load_counts_requests_under_way(serve_scripted):
     with serve_scripted() as served:
         assert served.get("/load").json() == {"server_load": 0}

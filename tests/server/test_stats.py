@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from qinfer.engine.pages import PageMap
+from qinfer.server import live
 from qinfer.server.live import latencies, percentiles
 from qinfer.server.metrics import Recent
 
@@ -72,6 +75,27 @@ def test_a_dead_or_stopped_engine_has_no_pages(serve_scripted: Any) -> None:
         assert served.engine.shutdown(60)
         stopped = served.get("/qinfer/stats").json()
         assert (stopped["kv"]["pages"], stopped["kv"]["tokens"]) == (None, 4096)
+
+
+def test_an_engine_that_does_not_tell_its_pages_in_time_holds_up_nothing_else(
+    serve_scripted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one whose process was stopped, or that is in a long step; no late answer is missed or mistaken."""
+    told = threading.Event()
+
+    def survey(engine: Any) -> PageMap:
+        assert told.wait(60)
+        return engine.pages.survey(4)
+
+    with serve_scripted() as served:
+        monkeypatch.setattr(live, "_survey", survey)
+        monkeypatch.setattr(live, "PAGES_SECONDS", 0.01)
+        for _ in range(2):
+            found = served.get("/qinfer/stats").json()
+            assert (found["state"], found["kv"]["pages"], found["kv"]["tokens"]) == ("ready", None, 4096)
+        told.set()
+        monkeypatch.setattr(live, "PAGES_SECONDS", 60)
+        assert served.get("/qinfer/stats").json()["kv"]["pages"]["num_pages"] == 40
 
 
 @pytest.mark.parametrize(

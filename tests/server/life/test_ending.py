@@ -127,8 +127,11 @@ def test_h14_a_killed_engine_is_a_dead_one(start_stub):
 
 def test_a_step_without_end_does_not_keep_the_process(start_stub):
     process = start_stub()
-    Stream(process.url(), ENDLESS)
+    url = process.url()
+    Stream(url, ENDLESS)
     process.wait_for("in a step without end")
+    stats = httpx.get(f"{url}/qinfer/stats", timeout=60).json()
+    assert (stats["state"], stats["kv"]["pages"]) == ("ready", None)
     (child,) = process.children()
     process.send(signal.SIGTERM)
     assert process.exit_code() == 0
