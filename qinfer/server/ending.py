@@ -69,9 +69,14 @@ class Ending:
 
     def _set_last_resort(self, seconds: float, code: int) -> None:
         if self._last_resort is None:
-            self._last_resort = threading.Timer(seconds, leave, [code])
+            self._last_resort = threading.Timer(seconds, _leave_what_hangs, [seconds, code])
             self._last_resort.daemon = True
             self._last_resort.start()
+
+
+def _leave_what_hangs(seconds: float, code: int) -> None:
+    logger.warning("something has not ended in %g s: leaving without it", seconds)
+    leave(code)
 
 
 def leave(code: int) -> None:
