@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -111,14 +112,16 @@ class AsyncLLM(AsyncEngine):
         """Yields the request's state whenever it has grown, the last time with `finished` set.
 
         `prompt` is text, token ids, or a mapping with `prompt` or `prompt_token_ids`; `request_id` must not
-        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. With `whole` only the last
-        one comes, with `pooling` it has an `embedding`. Raises UserError for what can never run,
-        OverloadedError where a limit is reached, and EngineDeadError. Closing or cancelling the iteration
-        aborts the request.
+        be in use. Content is cumulative; a slow reader sees fewer, longer outputs. With `whole`, as with
+        FINAL_ONLY, only the last one comes; with `pooling` it has an `embedding`. Raises UserError for what
+        can never run, OverloadedError where a limit is reached, and EngineDeadError. Closing or cancelling
+        the iteration aborts the request.
         """
         refuse(lora_request=lora_request)
         text, token_ids = await self._prompt(prompt)
         params = sampling_params or self.default_sampling_params
+        if params.output_kind is RequestOutputKind.FINAL_ONLY:  # all is told: an abort's output is to hold it
+            params, whole = replace(params, output_kind=RequestOutputKind.CUMULATIVE), True
         if params.structured_outputs is not None:  # may take a second, which the engine's thread must not
             await asyncio.to_thread(self.compile, params.structured_outputs)
         if params.bad_words:  # as above: it spells them, and the engine finds them spelled

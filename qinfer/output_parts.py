@@ -7,6 +7,7 @@ A part is a plain tuple: there is one for every token.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,7 +46,7 @@ class Cutter:
             about = About(
                 output.prompt_logprobs,
                 output.num_cached_tokens,
-                output.metrics,
+                copy(output.metrics),  # the engine goes on writing into its own
                 output.embedding,
                 output.finished,
             )

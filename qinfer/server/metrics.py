@@ -55,7 +55,7 @@ class _Live:
     """A request that the engine works on; times are monotonic seconds."""
 
     ask: Ask
-    num_prompt: int = 0  # counts from the first token on
+    num_prompt: int = 0  # counts from the first part on
     num_cached: int = 0
     first: float | None = None
     choices: dict[int, _Choice] = field(default_factory=dict)
@@ -130,12 +130,14 @@ class ServerMetrics:
 
     def _take(self, live: _Live, part: Part, now: float) -> None:
         changed, about = part
-        if live.first is None:
-            live.first, live.num_prompt = now, len(live.ask.token_ids)
+        if not live.num_prompt:
+            live.num_prompt = len(live.ask.token_ids)
             live.num_cached = 0 if about is None else about.num_cached_tokens or 0
-            self.first_token.observe(now - live.ask.arrival)
             self.prompt_tokens += live.num_prompt
             self.cached_tokens += live.num_cached
+        if live.first is None and any(token_ids for _, _, token_ids, *_ in changed):
+            live.first = now
+            self.first_token.observe(now - live.ask.arrival)
         for index, _, token_ids, _, _, finish_reason, _ in changed:
             choice = live.choices.setdefault(index, _Choice())
             self._choice(choice, len(token_ids), finish_reason, now)
@@ -170,10 +172,11 @@ class ServerMetrics:
             self.request_max_tokens.observe(params.max_tokens)
         if (times := about.metrics) is not None:
             self.queue.observe(times.scheduled_ts - times.queued_ts)
-            self.prefill.observe(times.first_token_ts - times.scheduled_ts)
-            self.decode.observe(times.last_token_ts - times.first_token_ts)
-            self.inference.observe(times.last_token_ts - times.scheduled_ts)
             self.request_preemptions.observe(times.num_preemptions)
+            if live.first is not None:  # else it has ended, by an error, without a token
+                self.prefill.observe(times.first_token_ts - times.scheduled_ts)
+                self.decode.observe(times.last_token_ts - times.first_token_ts)
+                self.inference.observe(times.last_token_ts - times.scheduled_ts)
         reason = live.choices[0].finish_reason
         assert reason is not None
         self.recent.append(_recent(live, now, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +112,35 @@ def test_cancelling_the_consumer_aborts(engine):
     asyncio.run(cancelled())
     assert engine.scripted.aborted == ["c"]
     assert engine.stats.num_running == 0
+
+
+def test_an_aborted_request_for_the_last_output_alone_ends_with_what_there_is(engine):
+    engine.scripted.seconds_per_step = 0.01
+    params = {"max_tokens": 200, "output_kind": RequestOutputKind.FINAL_ONLY}
+
+    async def aborted() -> list[RequestOutput]:
+        task = asyncio.create_task(collect(engine, [97], "f", **params))
+        while engine.scripted.num_steps < 4:
+            await asyncio.sleep(0.01)
+        await engine.abort("f")
+        return await task
+
+    (last,) = asyncio.run(aborted())
+    assert last.finished
+    assert last.outputs[0].finish_reason == "abort"
+    assert len(last.outputs[0].token_ids) >= 3
+    assert last.outputs[0].text == scripted_text(engine, [97], len(last.outputs[0].token_ids))
+
+
+def test_outputs_that_were_kept_do_not_change(engine):
+    async def kept() -> list[tuple[RequestOutput, RequestOutput]]:
+        stream = engine.generate([97], SamplingParams(max_tokens=20, n=2, logprobs=1), "k")
+        return [(output, copy.deepcopy(output)) async for output in stream]
+
+    pairs = asyncio.run(kept())
+    assert len(pairs) > 1
+    assert all(output == then for output, then in pairs)
+    assert pairs[-1][0].metrics.last_token_ts > pairs[0][0].metrics.last_token_ts
 
 
 def test_abort_by_id_ends_the_stream_with_what_there_is(engine):

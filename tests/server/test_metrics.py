@@ -8,7 +8,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from qinfer.engine.options import EngineStats, StepCounts
+from qinfer.live_request import Ask
+from qinfer.output_parts import About
+from qinfer.outputs import RequestStateStats
+from qinfer.sampling_params import SamplingParams
 from qinfer.server.histogram import FIRST_TOKEN, PER_TOKEN, Histogram, token_bounds
+from qinfer.server.metrics import ServerMetrics
 
 R, M = 3, 5
 COMPLETIONS = "/v1/completions"
@@ -56,6 +62,20 @@ def test_exact_counts_of_requests_one_after_another(serve_scripted):
     assert found["vllm:request_success_total{'finished_reason': 'stop'}"] == 0
     for name in ("requests_running", "requests_waiting", "kv_cache_usage_ratio"):
         assert found[f"qinfer_{name}"] == 0
+
+
+def test_a_request_that_ends_without_a_token_has_no_time_to_its_first():
+    metrics, ask = ServerMetrics(256), Ask("r", [97, 98], SamplingParams(), arrival=1000.0)
+    metrics.added(ask)
+    times = RequestStateStats(queued_ts=1000.0, scheduled_ts=1000.5)
+    about = About(None, 0, times, None, finished=True)
+    stats = EngineStats(0, 0, 0.0, 4096, 0, 2, 0, 0, 0, 0, StepCounts(2, 0, 1, 0))
+    metrics.stepped([(ask.number, ([(0, "", [], None, None, "error", None)], about))], stats, 1001.0, 0.5)
+    for of_tokens in ("first_token", "inter_token", "prefill", "decode", "inference"):
+        histogram = getattr(metrics, of_tokens)
+        assert (sum(histogram.counts), histogram.sum) == (0, 0.0), of_tokens
+    assert (metrics.latency.sum, metrics.queue.sum, metrics.request_prompt_tokens.sum) == (1.0, 0.5, 2.0)
+    assert (metrics.finished["error"], metrics.prompt_tokens, metrics.recent[-1].first_token) == (1, 2, None)
 
 
 def test_the_memory_ledger(serve_scripted):
