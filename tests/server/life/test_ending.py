@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,26 @@ def test_h11_what_outlasts_the_patience_ends_with_an_error(start_stub):
     assert stream.chunks()[-1]["error"]["code"] == 503
     assert process.exit_code() == 0
     assert not lives(child)
+
+
+def test_clients_that_do_not_read_are_cut_off_without_a_traceback(start_stub):
+    process = start_stub()
+    url = process.url()
+
+    def num_answered() -> list[str]:
+        return re.findall(r'qinfer_http_requests_total{handler="none".*', httpx.get(f"{url}/metrics").text)
+
+    def is_stalled() -> bool:
+        before = num_answered()
+        time.sleep(0.5)
+        return bool(before) and before == num_answered()
+
+    with socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1]))) as client:
+        client.sendall(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 500)
+        wait_until(is_stalled)
+        process.send(signal.SIGTERM)
+        assert process.exit_code() == 0
+    assert not [line for line in process.said if "Traceback" in line or "Cancel" in line]
 
 
 def test_the_second_signal_leaves_at_once(start_stub):
