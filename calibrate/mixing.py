@@ -59,11 +59,14 @@ def ranked(config: ModelConfig, costs: Mapping[Unit, float], scheme: Scheme, ite
 
 
 def check_budget(config: ModelConfig, scheme: Scheme, budget: float, item_bytes: int) -> None:
-    """UserError where the scheme itself takes more than `budget` bits per weight."""
+    """UserError unless `budget` lies between the bits per weight of the scheme and of all units raised."""
     least = average_bits(config, scheme, {}, item_bytes)
-    if least > budget:
+    units = ((index, group.name) for index in range(config.num_layers) for group in layer_groups(config))
+    most = average_bits(config, scheme, dict.fromkeys(units, cure_of(scheme)), item_bytes)
+    if not least <= budget <= most + 0.005:  # as it is told, in hundredths
         raise UserError(
-            f"a budget of {budget:g} bits per weight is below what {scheme.label} itself takes, {least:.2f}",
+            f"a budget of {budget:g} bits per weight is not between {least:.2f}, which {scheme.label} itself "
+            f"takes, and {most:.2f} with every unit raised to {cure_of(scheme).label}",
             "budget",
         )
 

@@ -42,7 +42,13 @@ async def wait_until_ready(address: Address, headers: dict[str, str], timeout: f
             raise UserError(f"/v1/models of {where} {answer}: is it an OpenAI server, and up?", "base_url")
         if not told:
             told = True
-            logger.warning("waiting up to %g s for %s:%d to be up", timeout, address.host, address.port)
+            logger.warning(
+                "%s:%d %s: waiting up to %g s for it (--ready-check-timeout-sec)",
+                address.host,
+                address.port,
+                "is not there yet" if said is None else f"answers {said}",
+                timeout,
+            )
         await asyncio.sleep(0.5)
 
 

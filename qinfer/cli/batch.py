@@ -172,8 +172,8 @@ def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
             raise UserError(f"{path}: there is no such folder", "output_file")
         if path.is_dir():
             raise UserError(f"{path} is a folder: name a file in it", "output_file")
-        if path.exists() and not os.access(path, os.W_OK):
-            raise UserError(f"{path} may not be written", "output_file")
+        if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            raise UserError(f"{path} may not be written: choose another folder", "output_file")
         if path.exists() and path.stat().st_size and not resume and not overwrite:
             raise UserError(f"{path} exists: --resume goes on, --overwrite begins anew", "output_file")
 

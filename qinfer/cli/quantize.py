@@ -65,7 +65,7 @@ def quantize(
     budget: Annotated[
         float | None,
         typer.Option(
-            help="Average bits per weight: the layers that do most damage get 8 bits within it.",
+            help="Average bits per weight, above the scheme's own: what does most damage gets 8.",
             show_default=False,
         ),
     ] = None,

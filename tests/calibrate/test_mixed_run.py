@@ -69,5 +69,5 @@ def test_it_ends_where_nothing_is_left_or_the_budget_is_spent(job, caplog):
 
 
 def test_too_small_a_budget_is_refused(job):
-    with pytest.raises(UserError, match="a budget of 3 bits per weight is below"):
+    with pytest.raises(UserError, match="a budget of 3 bits per weight is not between"):
         within(job, 3)

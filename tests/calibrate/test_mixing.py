@@ -58,8 +58,10 @@ def test_the_budget_is_spent_on_what_gains_most_per_bit_and_never_exceeded():
         assert average_bits(CONFIG, FOUR, mix, 2) <= budget
         for unit in set(UNITS) - set(mix):
             assert average_bits(CONFIG, FOUR, {**mix, unit: W8A16Int8()}, 2) > budget
-    with pytest.raises(UserError, match=r"a budget of 4 bits per weight is below what w4a16 g32 asym itself"):
-        within_budget(CONFIG, order, FOUR, 4.0, 2)
+    allowed = rf"is not between {least:.2f}, which w4a16 g32 asym itself takes, and {most:.2f} with every"
+    for budget in (4.0, 99.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=f"a budget of {budget:g} bits per weight {allowed}"):
+            within_budget(CONFIG, order, FOUR, budget, 2)
 
 
 def test_small_units_come_before_large_ones_of_equal_damage():

@@ -131,6 +131,15 @@ def test_mistakes_are_one_line_before_any_model_loads(qinfer, source, tmp_path, 
     assert stderr.count("\n") == 1
 
 
+def test_a_folder_that_may_not_be_written_is_told_before_any_model_loads(
+    qinfer, source, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    code, _, stderr = qinfer("batch", "/no/model", "-i", source, "-o", tmp_path / "out")
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"{tmp_path / 'out'} may not be written: choose another folder" in stderr
+
+
 @pytest.mark.parametrize("kind", ["dots", "symlink", "hardlink"])
 def test_the_input_by_another_name_is_never_an_output(qinfer, source, tmp_path, kind):
     (tmp_path / "sub").mkdir()

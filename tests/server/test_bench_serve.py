@@ -149,4 +149,5 @@ def test_mistakes_are_one_line(bench, words, said):
 def test_a_server_that_is_not_up_is_waited_for_and_that_is_told(bench, caplog):
     code, _, err = bench("http://127.0.0.1:9", "--ready-check-timeout-sec", "0.2")
     assert (code, err.count("\n")) == (2, 1)
-    assert caplog.messages == ["waiting up to 0.2 s for 127.0.0.1:9 to be up"]
+    told = "127.0.0.1:9 is not there yet: waiting up to 0.2 s for it (--ready-check-timeout-sec)"
+    assert caplog.messages == [told]
