@@ -1,8 +1,9 @@
 """The garbage collector of a process that serves: it looks at what requests make, not at what was loaded.
 
-Libraries and a model are a million objects that live as long as the process. Whenever a quarter as many have
-been made since, Python walks through all of them, which takes a third of a second in which no token goes
-out; with a few hundred requests at once that happens every second. Frozen objects are not walked through.
+Libraries and a model are hundreds of thousands of objects that live as long as the process. Whenever a
+quarter as many have been made since, Python walks through all of them, which takes a third of a second in
+which no token goes out; with a few hundred requests at once that happens every second. Frozen objects are not
+walked through.
 """
 
 from __future__ import annotations
