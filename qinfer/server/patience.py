@@ -8,6 +8,7 @@ asked nothing since it came, stops in the middle of a head, or of a body. Answer
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 from qinfer.server.chunking import ChunkingH11
 
@@ -20,9 +21,9 @@ class PatientH11(ChunkingH11):
     _debt: asyncio.TimerHandle | None = None
     _is_body = False  # that which it owes
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio's."""
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, transport))  # uvicorn asks for no less than it gets
         self._note_debt()
 
     def data_received(self, data: bytes) -> None:

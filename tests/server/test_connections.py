@@ -8,7 +8,7 @@ import logging
 import resource
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import uvicorn
@@ -75,8 +75,8 @@ def connect() -> Callable[[], tuple[Loop, Transport, JsonH11]]:
     def make() -> tuple[Loop, Transport, JsonH11]:
         loop, transport = Loop(), Transport()
         config = uvicorn.Config(lambda: None, http=JsonH11, lifespan="off")
-        protocol = JsonH11(config, ServerState(), {}, loop)  # type: ignore[arg-type]  # played
-        protocol.connection_made(transport)  # type: ignore[arg-type]  # played
+        protocol = JsonH11(config, ServerState(), {}, cast(asyncio.AbstractEventLoop, loop))
+        protocol.connection_made(cast(asyncio.BaseTransport, transport))
         return loop, transport, protocol
 
     return make
