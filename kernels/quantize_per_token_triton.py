@@ -14,6 +14,7 @@ from qinfer.kernels.offline import Variant
 from qinfer.kernels.rows_triton import (
     MEASURED,
     codes,
+    each_row_tile,
     offline_row,
     row_formula,
     row_scale,
@@ -49,8 +50,10 @@ def offline_variants() -> Iterator[Variant]:
     """Rows of a published model's hidden and intermediate widths."""
     signature = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "stride": "i32"}
     for length in (4096, 28672):
-        entry = row_tile("codes", MEASURED, 4096, length, row_formula)
-        yield offline_row(f"codes {length}", _kernel, signature, {"LENGTH": length}, entry, ("stride",))
+        for num_rows in sorted({*each_row_tile("codes", length), 4096}):
+            entry = row_tile("codes", MEASURED, num_rows, length, row_formula)
+            name = f"codes {length} x {num_rows}"
+            yield offline_row(name, _kernel, signature, {"LENGTH": length}, entry, ("stride",))
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -17,6 +17,7 @@ from torch import Tensor
 from qinfer import ops
 from qinfer.engine.inputs import Ints, StepArrays, StepInputs, Tables
 from qinfer.engine.options import StepLimits
+from qinfer.engine.pinned import Pinned
 from qinfer.engine.plan import Shape, shapes
 from qinfer.engine.sampler import Draw
 
@@ -41,6 +42,7 @@ class StepBuffers:
         self._max_pages = max_pages
         self._fixed = fixed
         self._by_token, self._by_sequence = self._parts(self._arriving)
+        self._pinned = Pinned(device)
         self._inputs: dict[Shape, StepInputs] = {}  # of steps that sample all rows, and draw none
 
     def inputs(self, shape: Shape, num_sampled: int | None = None, *, drawn: bool = False) -> StepInputs:
@@ -71,13 +73,14 @@ class StepBuffers:
         count = len(arrays.lanes)
         width = self._max_pages if self._is_small(shape) else arrays.width
         size = self._fixed + shape.num_seqs * width
-        pinned = torch.empty(size, dtype=torch.int64, pin_memory=self._arriving.is_cuda)
+        pinned = self._pinned.empty(size)
         numbers: Ints = pinned.numpy()
-        self._write(numbers, arrays, draw)
+        self._write(numbers, arrays, draw, shape.num_tokens)
         table = numbers[self._fixed :].reshape(-1, width)
         table[:count] = self._tables.pages[arrays.lanes, :width]
         table[count:] = 0
-        self._arriving[:size].copy_(pinned, non_blocking=True)
+        ops.bring(pinned, self._arriving, _BY_TOKEN, self._widths[0], shape.num_tokens)
+        self._pinned.keep(pinned)
         if not self._is_small(shape):
             self._table[: shape.num_seqs, :width].copy_(self._arriving[self._fixed : size].view(-1, width))
         num_sampled = None if arrays.is_decode else len(arrays.sample_rows)
@@ -90,8 +93,9 @@ class StepBuffers:
         size = shape.num_seqs * self._max_pages
         return self._arriving[self._fixed : self._fixed + size].view(-1, self._max_pages)
 
-    def _write(self, numbers: Ints, arrays: StepArrays, draw: Draw | None) -> None:
+    def _write(self, numbers: Ints, arrays: StepArrays, draw: Draw | None, num_tokens: int) -> None:
         by_token, by_sequence = self._parts(numbers)
+        by_token = by_token[:, :num_tokens]  # no step of the shape looks farther
         count = len(arrays.lanes)
         by_token[:] = by_sequence[:] = 0
         rows: tuple[Ints, ...] = arrays.token_ids, arrays.positions, arrays.slots, arrays.row_lanes

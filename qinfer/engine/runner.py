@@ -26,6 +26,7 @@ from qinfer.engine.graphs import StepGraphs
 from qinfer.engine.inputs import StepInputs, Tables, step_arrays, step_inputs
 from qinfer.engine.kv_pool import KVPool
 from qinfer.engine.options import StepLimits
+from qinfer.engine.pinned import Pinned
 from qinfer.engine.plan import Shape, StepPlan, shape_of
 from qinfer.engine.sampler import Draw, choose
 from qinfer.model.decoder import Decoder
@@ -108,16 +109,11 @@ class PagedAttend:
 
 
 class Arriving:
-    """Tokens [S] on their way from a device to the host."""
+    """Tokens [S] that are on the host once `event` has come; None: now."""
 
-    def __init__(self, ids: Tensor) -> None:
+    def __init__(self, ids: Tensor, event: torch.cuda.Event | None = None) -> None:
         self._ids = ids
-        self._event: torch.cuda.Event | None = None
-        if ids.is_cuda:
-            self._ids = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-            self._ids.copy_(ids, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
+        self._event = event
 
     def tokens(self) -> list[int]:
         """As in `Launched`."""
@@ -140,6 +136,7 @@ class Runner:
         self.buffers = StepBuffers(self._tables, limits, decoder.device) if self.overlaps else None
         # the last token of each lane, and of padded rows
         self._last = torch.zeros(limits.max_num_seqs + 1, dtype=torch.int64, device=decoder.device)
+        self._pinned = Pinned(decoder.device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, token_ids: TokenIds, keep: frozenset[int] = frozenset()) -> StepOutput:
@@ -162,7 +159,10 @@ class Runner:
             ids = self.graphs.greedy(replayed)
         else:
             ids = self.choose(hidden, inputs, limited=draw is not None and draw.limited)
-        return Arriving(ids[:num_sampled])
+        host = self._pinned.empty(num_sampled)
+        lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
+        ops.keep_ids(ids, lanes, self._last, host)
+        return Arriving(host, self._pinned.keep(host))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, *, to_compare: bool = False) -> Tensor:
@@ -181,12 +181,9 @@ class Runner:
 
     @torch.inference_mode()
     def choose(self, hidden: Tensor, inputs: StepInputs, *, limited: bool = False) -> Tensor:
-        """Tokens [S] of a step's sampled rows, -1 for NaN; kept on the device for the lanes' next step."""
+        """Tokens [S] of a step's sampled rows, -1 for NaN."""
         logits = self._sampled_logits(hidden, inputs, to_compare=inputs.draw is None)
-        ids = choose(logits, inputs.draw, limited=limited)
-        lanes = inputs.lanes if inputs.sample_rows is None else inputs.lanes[inputs.sample_rows]
-        self._last.index_copy_(0, lanes, ids)
-        return ids
+        return choose(logits, inputs.draw, limited=limited)
 
     def _compute(
         self, plan: StepPlan, token_ids: TokenIds, draw: Draw | None, *, whole: bool = False

@@ -136,8 +136,10 @@ def sizes(largest: int) -> Iterator[int]:
 
 @torch.inference_mode()
 def _ask_for_tokens(logits: torch.Tensor) -> None:
-    """The ways of the sampler: greedy, a draw, a draw within limits."""
-    ops.greedy(logits)
+    """The ways of the sampler: greedy, a draw, a draw within limits; and where tokens are kept."""
+    ids = ops.greedy(logits)
+    host = torch.empty(len(ids), dtype=torch.int64, pin_memory=True)
+    ops.keep_ids(ids, torch.zeros_like(ids), torch.zeros_like(ids), host)
     numbers = torch.zeros(len(logits), dtype=torch.float64, device=logits.device)
     one = torch.ones(len(logits), device=logits.device)
     ops.sample(logits, numbers, one, None, None, None)

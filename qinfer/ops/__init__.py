@@ -45,11 +45,11 @@ from qinfer.ops.sampling import (
     draw,
     filter_logits,
     greedy,
-    put_known_ids,
     sample,
     token_counts,
     token_logprobs,
 )
+from qinfer.ops.steps import bring, keep_ids, put_known_ids
 from qinfer.ops.weight_only import (
     dense,
     pack_w4a16,
@@ -76,6 +76,7 @@ __all__ = [
     "apply_penalties",
     "as_row",
     "attention",
+    "bring",
     "cpu_paths",
     "dense",
     "draw",
@@ -89,6 +90,7 @@ __all__ = [
     "group_rows",
     "int8_per_token",
     "is_int8_row",
+    "keep_ids",
     "kv_dtype",
     "kv_places",
     "onednn_int8_is_exact",

@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, the draw, what the next step finds of it, and what to tell."""
+"""From logits to tokens: penalties, filters, the draw, and what to tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from torch import Tensor
 
 from qinfer import backend
 from qinfer.kernels import fused_sampling as _fused_sampling
-from qinfer.kernels import known_ids as _known_ids
 from qinfer.kernels import sampling as _sampling
 
 
@@ -60,21 +59,6 @@ def sample(
     if logits.is_cuda:
         return backend.run(_fused_sampling.sample, logits, uniform, temperature, top_k, top_p, min_p)
     return _fused_sampling.sample(logits, uniform, temperature, top_k, top_p, min_p)
-
-
-def put_known_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> None:
-    """Writes what is in last [L] at a token's lane [T] over the negative ones of token_ids [T] int64.
-
-    What is negative there too becomes 0.
-    """
-    if token_ids.is_cuda:
-        return backend.run_in_place(_copied_ids, _known_ids.put_known_ids, token_ids, last, lanes)
-    _known_ids.put_known_ids(token_ids, last, lanes)
-
-
-def _copied_ids(token_ids: Tensor, last: Tensor, lanes: Tensor) -> backend.Rehearsal:
-    copy = token_ids.clone()
-    return backend.Rehearsal((copy, last, lanes), copy, lambda: token_ids)
 
 
 def token_logprobs(logits: Tensor, ids: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
