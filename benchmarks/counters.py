@@ -47,7 +47,7 @@ SECTIONS = (
     *("MemoryWorkloadAnalysis", "LaunchStats", "Occupancy"),
 )
 SHARES = {  # per cent of what the GPU can do at most
-    "dram": r"dram__throughput\.avg\.pct_of_peak_sustained_elapsed",
+    "dram": r"(gpu__dram_throughput|dram__\w+)\.(avg|sum)\.pct_of_peak_sustained_elapsed",
     "l2": r"lts__t(hroughput|_sectors)\.avg\.pct_of_peak_sustained_elapsed",
     "tensor": r"sm__(inst_executed_pipe_tensor|pipe_tensor).*\.pct_of_peak_sustained_(active|elapsed)",
     "issue": r"(sm__inst_issued|smsp__issue_active)\.avg\.pct_of_peak_sustained_(active|elapsed)",

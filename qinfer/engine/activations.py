@@ -109,7 +109,7 @@ def graph_bytes(build: Build, limits: StepLimits) -> int:
     """
     captured = shapes(limits)
     largest = captured[0].num_tokens
-    hidden = largest * build.config.hidden_size * ITEM_BYTES[build.dtype]
+    hidden = limits.max_num_seqs * build.config.hidden_size * ITEM_BYTES[build.dtype]
     by_driver = len(captured) * build.config.num_layers * GRAPH_LAYER
     logits = limits.max_num_seqs * build.config.vocab_size * ITEM_BYTES[build.dtype]
     return max(layer_bytes(build, largest), logits) + hidden + by_driver + WORKSPACE

@@ -63,6 +63,10 @@ class StepBuffers:
             found = found._replace(draw=self._by_sequence[3:, :num_drawn].view(torch.float64))
         return found
 
+    def sampled(self, shape: Shape) -> Tensor | None:
+        """Rows of a step of that shape that are to be sampled, padded with row 0; None: all."""
+        return None if shape.decodes else self._by_sequence[2, : shape.num_seqs]
+
     def clear(self) -> None:
         """Leaves nothing but padding, which suits every shape; what a step leaves suits its own alone."""
         self._arriving.zero_()

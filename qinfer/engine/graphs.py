@@ -35,7 +35,7 @@ class StepGraphs:
     """Captured steps of some shapes; they took `num_bytes` of torch's memory, and some of the driver's."""
 
     def __init__(self, hidden: Tensor) -> None:
-        """`hidden` [T, H] is where results of the largest shape have room."""
+        """`hidden` [S, H] is where results of the shape with most sequences have room."""
         self.num_bytes = 0
         self._graphs: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._choices: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -46,15 +46,15 @@ class StepGraphs:
         """Captures the steps of one more shape, on the current stream."""
         assert runner.buffers is not None
         inputs = runner.buffers.inputs(shape)
-        hidden = self._hidden[: shape.num_tokens]
-        self._graphs[shape], _ = self._captured(lambda: hidden.copy_(runner.forward(inputs)))
+        hidden = self._hidden[: shape.num_seqs]
+        self._graphs[shape], _ = self._captured(lambda: hidden.copy_(runner.forward_padded(shape)))
         if shape.decodes:
             self._choices[shape] = self._captured(lambda: runner.choose(hidden, inputs))
 
     def replay(self, shape: Shape) -> Tensor:
-        """Runs the step whose inputs are in the buffers -> hidden states [T, H], good until the next."""
+        """Runs the step in the buffers -> hidden states of its sampled rows [S, H], good until the next."""
         self._graphs[shape].replay()
-        return self._hidden[: shape.num_tokens]
+        return self._hidden[: shape.num_seqs]
 
     def greedy(self, shape: Shape) -> Tensor:
         """The likeliest tokens [S] after the decode step that was just replayed, good until the next."""
@@ -84,8 +84,8 @@ def capture(runner: Runner, of: Sequence[Shape] | None = None) -> StepGraphs | N
     widest = Shape(runner.limits.max_num_seqs, runner.limits.max_num_seqs)
     of = sorted(of, key=lambda shape: shape != widest)
     decoder, device = runner.decoder, runner.decoder.device
-    longest = max(of).num_tokens
-    hidden = torch.zeros(longest, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
+    most = max(shape.num_seqs for shape in of)
+    hidden = torch.zeros(most, decoder.config.hidden_size, dtype=decoder.dtype, device=device)
     graphs = StepGraphs(hidden)
     before = _reserved(device)
     # torch.cuda.graph would empty the caches of memory before each: seconds for some dozens
@@ -103,14 +103,14 @@ def why_it_waits(runner: Runner) -> str | None:
     """
     assert runner.buffers is not None
     runner.buffers.clear()
-    inputs = runner.buffers.inputs(min(shapes(runner.limits)))
-    runner.forward(inputs)  # what is made at first use may wait
+    shape = min(shapes(runner.limits))
+    runner.forward_padded(shape)  # what is made at first use may wait
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode does not notice every way to wait
         torch.cuda.set_sync_debug_mode("error")
     try:
-        runner.forward(inputs)
+        runner.forward_padded(shape)
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise

@@ -179,6 +179,11 @@ class Runner:
         attend = PagedAttend(self.pool, inputs.slots, inputs.batch)
         return self.decoder.forward(inputs.token_ids, inputs.positions, attend, rows)
 
+    def forward_padded(self, shape: Shape) -> Tensor:
+        """The step in the buffers -> hidden states after the final norm of its sampled rows [S, H]."""
+        assert self.buffers is not None
+        return self.forward(self.buffers.inputs(shape), self.buffers.sampled(shape))
+
     @torch.inference_mode()
     def choose(self, hidden: Tensor, inputs: StepInputs, *, limited: bool = False) -> Tensor:
         """Tokens [S] of a step's sampled rows, -1 for NaN."""
@@ -198,9 +203,12 @@ class Runner:
             inputs = step_inputs(arrays, self._tables, draw, self.decoder.device)
             return self._unpadded(inputs, num_sampled, whole)
         inputs = self.buffers.fill(arrays, draw, shape)
-        if self.graphs is None:
+        if whole and not shape.decodes:
             return _Computed(self.forward(inputs), inputs, None, num_sampled)
-        return _Computed(self.graphs.replay(shape), inputs, shape, num_sampled)
+        hidden = self.forward_padded(shape) if self.graphs is None else self.graphs.replay(shape)
+        if not shape.decodes:
+            hidden, inputs = hidden[:num_sampled], _of_sampled(inputs)
+        return _Computed(hidden, inputs, None if self.graphs is None else shape, num_sampled)
 
     def _unpadded(self, inputs: StepInputs, num_sampled: int, whole: bool) -> _Computed:
         """A step whose last layer ends with the sampled rows alone: of 32, nearly a 32nd of the work less.
@@ -211,11 +219,14 @@ class Runner:
         rows = inputs.sample_rows
         if rows is None or whole or not num_sampled or not rows.is_cuda:
             return _Computed(self.forward(inputs), inputs, None, num_sampled)
-        hidden = self.forward(inputs, rows)
-        sampled = inputs._replace(lanes=inputs.lanes[rows], sample_rows=None)
-        return _Computed(hidden, sampled, None, num_sampled)
+        return _Computed(self.forward(inputs, rows), _of_sampled(inputs), None, num_sampled)
 
     def _sampled_logits(self, hidden: Tensor, inputs: StepInputs, *, to_compare: bool = False) -> Tensor:
         """Of a decode step's padded rows too."""
         rows = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
         return self.decoder.logits(rows, to_compare=to_compare)
+
+
+def _of_sampled(inputs: StepInputs) -> StepInputs:
+    """What is left to know of a step of which only the rows to be sampled came out."""
+    return inputs._replace(lanes=inputs.lanes[inputs.sample_rows], sample_rows=None)

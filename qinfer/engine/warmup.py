@@ -47,7 +47,7 @@ def compile_kernels(runner: Runner) -> None:
     with backend.compiling_ahead(), _few_layers(runner.decoder):
         if why_it_waits(runner) is None:
             for shape in shapes(runner.limits):
-                runner.forward(runner.buffers.inputs(shape))
+                runner.forward_padded(shape)
         else:
             runner.buffers = None
         for plan in plans(runner.limits):
