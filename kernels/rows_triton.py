@@ -158,7 +158,8 @@ def launch(entry: Tile) -> dict[str, Any]:
     """A table's entry as launch options. EARLY: the kernel may start early; inside it waits for its turn.
 
     So a chain of norms, activations and roundings takes 1.4 us an op at one token instead of 2.0 (H200). In a
-    model products follow: a step of one sequence took 2569 us with EARLY 2, 2614 with EARLY 1 (8B, float8).
+    model products follow: a step of one sequence took 2569 us with EARLY 2 for all, 2614 with EARLY 1 (8B,
+    float8); tables have 1 where it was better for one of them.
     """
     if INTERPRETED:  # there is no other kernel
         return {**entry, "EARLY": 0}
