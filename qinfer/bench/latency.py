@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tqdm.auto import tqdm
+
 from qinfer.bench.dataset import Dataset
 from qinfer.bench.report import Bench, heading, load, percentile, roofline_keys, step_keys
 from qinfer.bench.run import Driver, Measured
@@ -47,9 +49,9 @@ def measure(bench: Bench, setting: Latency) -> dict[str, Any]:
         seed=setting.seed,
     ).draw(llm.config.vocab_size, llm.tokenizer)
     driver = Driver(engine, n=setting.n, temperature=setting.temperature, detokenize=setting.detokenize)
-    for _ in range(setting.num_iters_warmup):
+    for _ in tqdm(range(setting.num_iters_warmup), "warming up", delay=1.0, leave=False):
         driver.run(requests)
-    runs = [driver.run(requests) for _ in range(setting.num_iters)]
+    runs = [driver.run(requests) for _ in tqdm(range(setting.num_iters), "iterations", delay=1.0)]
     latencies = [measured.elapsed for measured in runs]
     average = sum(latencies) / len(latencies)
     together = _together(runs)

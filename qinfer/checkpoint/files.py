@@ -37,10 +37,11 @@ _COMPANIONS = (
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; CheckpointError naming the file when it is missing or no JSON object."""
+    what = "; a model's folder has one beside its .safetensors files" if path.name == "config.json" else ""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no {path.name}") from None
+        raise CheckpointError(f"{path.parent} has no {path.name}{what}") from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(raw, dict):

@@ -20,7 +20,7 @@ import typer
 
 import qinfer
 from qinfer.cli import batch, bench, convert, doctor, eval, gate, generate, inspect, plan, quantize, serve
-from qinfer.cli.usage import usage_line
+from qinfer.cli.usage import system_line, usage_line
 from qinfer.errors import GateError, QinferError
 
 app = typer.Typer(
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except (QinferError, NotImplementedError) as error:  # what a person asked for cannot be done
             _leave(str(error), 2)
         except OSError as error:  # a full disk, a folder without permission: the person's, never a traceback
-            _leave(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 2)
+            _leave(system_line(error), 2)
         except KeyboardInterrupt:  # outside of the command
             _leave("interrupted", 130)
         except Exception:

@@ -1,12 +1,21 @@
-"""A command line that cannot be understood, told in one line: what is wrong, the value, where to read on."""
+"""What a person or a machine cannot do, told in one line: what is wrong, the value, what to do or read."""
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import typer
 
+from qinfer import env
+
 _INVALID = "Invalid value"
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may write to"),
+}
 
 
 def usage_line(error: typer.TyperException, arguments: Sequence[str], commands: Collection[str]) -> str:
@@ -24,3 +33,12 @@ def usage_line(error: typer.TyperException, arguments: Sequence[str], commands: 
         if command in commands:
             return f"{message}; `qinfer {command} --help` lists what is allowed"
     return f"{message}; commands: {', '.join(commands)} (`qinfer --help` says more)"
+
+
+def system_line(error: OSError) -> str:
+    """One line for what the system refuses; of the cache folder it says how to have another."""
+    line = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    cache, place = env.cache_dir(), Path(os.path.abspath(error.filename)) if error.filename else None
+    if place is not None and (place.is_relative_to(cache) or place in cache.parents):
+        return f"{line}; models that were converted are kept in {cache}: QINFER_CACHE names another folder"
+    return f"{line}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else line

@@ -16,6 +16,7 @@ from qinfer.errors import UserError
 from qinfer.server.errors import Failure
 
 _BACKLOG = 2048
+_HOSTS = "--host takes an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
 _PATIENCE = 1.0  # seconds for a client to send its request
 _PAUSE = 0.1  # seconds before another try
 _MAX_REQUEST = 1 << 16  # bytes read of it; nobody looks at them
@@ -29,7 +30,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise UserError(f"cannot listen on {host}: {error.strerror or error}", "host") from error
+        raise UserError(f"cannot listen on {host}: {error.strerror or error}; {_HOSTS}", "host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart at once after a stop
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited: peers gone for hours
@@ -40,7 +41,7 @@ def listen(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             message = f"port {port} on {host} is taken: choose another with --port, or 0 for a free one"
             raise UserError(message, "port") from error
-        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}", "host") from error
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; {_HOSTS}", "host") from error
     return listener
 
 

@@ -164,7 +164,7 @@ def test_plan_leaves_out_what_the_widths_do_not_allow(qinfer, tmp_path):
     [
         ("{", "config.json cannot be read: "),
         ('{"architectures": ["BertModel"]}', "BertModel"),
-        (None, " has no config.json"),
+        (None, " has no config.json; a model's folder has one beside its .safetensors files"),
     ],
 )
 def test_plan_of_no_config_is_one_line(qinfer, tmp_path, text, said):

@@ -304,3 +304,22 @@ def test_health_answers_while_a_text_is_encoded(served, monkeypatch):
         finally:
             go_on.set()
         assert long.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("temperature", "hot", ', not "hot"'),
+        ("max_tokens", 1.5, ", not 1.5"),
+        ("max_tokens", "9.5", ', not "9.5"'),
+        ("max_tokens", "x" * 500, ""),
+        ("stream", SURROGATE, r', not "\ud83d"'),
+        ("seed", {"a": 1}, ""),
+    ],
+)
+def test_a_value_of_another_type_is_repeated(served, field, value, said):
+    body = json.dumps({"prompt": "a", field: value})
+    error = check(served.client.post(COMPLETIONS, content=body, headers=JSON), 400)
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+    assert error["message"].endswith(said) if said else ", not" not in error["message"]
