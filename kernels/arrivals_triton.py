@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Numbers for a GPU, which reads them from the host's memory itself: the twin of `bring`.
 
-The copy engine would take as long for so few, and what waits for it begins late (known_ids_triton.py).
+No copy engine takes part, for which the next kernel would wait longer than this takes (known_ids_triton.py).
 """
 
 from __future__ import annotations
