@@ -20,7 +20,9 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
 URL, MODEL = os.environ["QINFER_URL"], os.environ["QINFER_MODEL"]
-QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+# without its second sentence the first tokens of a French answer and an English one are equally likely
+ASKED = "What is the capital of France? Answer in one sentence."
+QUESTION: list[Any] = [{"role": "user", "content": ASKED}]
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
 PARAMETERS = {
     "type": "object",
