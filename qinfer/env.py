@@ -46,6 +46,13 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "qinfer"
 
 
+def cache_is_writable() -> bool:
+    """Whether that folder, or the nearest one above it that exists, is a folder that may be written to."""
+    folder = cache_dir().absolute()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
+
+
 def results_dir() -> Path:
     """Folder where evaluations keep what they have measured."""
     return cache_dir() / "results"

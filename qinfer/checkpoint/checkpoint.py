@@ -152,7 +152,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder")
+        raise CheckpointError(f"{path} is not a folder: name that of a checkpoint, with config.json in it")
     raw = read_json(path / "config.json")
     config = ModelConfig.from_dict(raw)
     headers = find_tensors(path)

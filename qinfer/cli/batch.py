@@ -169,7 +169,7 @@ def _check_places(files: BatchFiles, *, resume: bool, overwrite: bool) -> None:
         raise UserError("input, output and error file must be different files", "output_file")
     for path in outputs:
         if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no such folder", "output_file")
+            raise UserError(f"{path}: there is no such folder as {path.parent}", "output_file")
         if path.is_dir():
             raise UserError(f"{path} is a folder: name a file in it", "output_file")
         if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):

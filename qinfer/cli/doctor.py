@@ -86,13 +86,17 @@ def _cache() -> dict[str, Any]:
 
     folder = env.cache_dir()
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    return {"path": str(folder), "num_bytes": sum(path.stat().st_size for path in files)}
+    size = sum(path.stat().st_size for path in files)
+    return {"path": str(folder), "num_bytes": size, "writable": env.cache_is_writable()}
 
 
 def _text(document: dict[str, Any]) -> str:
     from qinfer.engine.footprint import format_size
 
     cpu, torch, cache = document["cpu"], document["torch"], document["cache"]
+    kept = format_size(cache["num_bytes"])
+    if not cache["writable"]:
+        kept += "; it cannot be written: set QINFER_CACHE to a folder that can"
     packages = [f"{name} {found}" for name, found in document["packages"].items() if found]
     absent = [name for name, found in document["packages"].items() if not found]
     gpus = [
@@ -112,7 +116,7 @@ def _text(document: dict[str, Any]) -> str:
         ("gpu", "; ".join(gpus) or "none"),
         *((f"ops on {card['name']}", card["ops"]) for card in document["gpus"]),
         ("models run on", document["models_run_on"]),
-        ("cache", f"{cache['path']} ({format_size(cache['num_bytes'])})"),
+        ("cache", f"{cache['path']} ({kept})"),
     ]
     rows += [(f"op {name} on the cpu", path) for name, path in document["cpu_paths"].items()]
     width = max(len(name) for name, _ in rows)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 import typer
-
-from qinfer import env
 
 _INVALID = "Invalid value"
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room there, or name another folder"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "name a place that you may write to"),
+    errno.EROFS: "name a place that may be written to",
 }
 
 
@@ -36,9 +32,7 @@ def usage_line(error: typer.TyperException, arguments: Sequence[str], commands: 
 
 
 def system_line(error: OSError) -> str:
-    """One line for what the system refuses; of the cache folder it says how to have another."""
-    line = f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
-    cache, place = env.cache_dir(), Path(os.path.abspath(error.filename)) if error.filename else None
-    if place is not None and (place.is_relative_to(cache) or place in cache.parents):
-        return f"{line}; models that were converted are kept in {cache}: QINFER_CACHE names another folder"
+    """One line for what the system refuses, with what to do where that is plain."""
+    places = [str(place) for place in (error.filename, error.filename2) if place is not None]
+    line = ": ".join([error.strerror or str(error), " -> ".join(places)]).removesuffix(": ")
     return f"{line}; {_ADVICE[error.errno]}" if error.errno in _ADVICE else line

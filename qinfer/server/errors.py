@@ -143,6 +143,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     route = getattr(request.scope.get("route"), "path_format", None)
     if error.status_code == 405 and (methods := request.app.openapi()["paths"].get(route)):
         headers["Allow"] = ", ".join(sorted(map(str.upper, methods)))  # of all routes of this path
+        message = f"{request.url.path[:MAX_QUOTED]} takes {headers['Allow']}, not {request.method}"
     return Failure(error.status_code, message).response(headers)
 
 

@@ -30,7 +30,9 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:
-        raise UserError(f"cannot listen on {host}: {error.strerror or error}; {_HOSTS}", "host") from error
+        raise UserError(
+            f"cannot listen on {host!r}:{port}: {error.strerror or error}; {_HOSTS}", "host"
+        ) from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # restart at once after a stop
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # inherited: peers gone for hours

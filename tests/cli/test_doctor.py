@@ -24,7 +24,15 @@ def test_doctor_names_versions_machine_and_paths(qinfer, monkeypatch, tmp_path):
     assert 0 < document["cpu"]["memory_available"] <= document["cpu"]["memory_total"]
     assert document["models_run_on"].startswith("cuda" if document["gpus"] else "cpu")
     assert set(document["cpu_paths"]) == set(SCHEMES)
-    assert document["cache"] == {"path": str(tmp_path), "num_bytes": 1000}
+    assert document["cache"] == {"path": str(tmp_path), "num_bytes": 1000, "writable": True}
+
+
+def test_doctor_says_that_the_cache_cannot_be_written(qinfer, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "file" / "cache"))
+    code, out, _ = qinfer("doctor")
+    assert code == 0
+    assert f"{tmp_path}/file/cache (0 B; it cannot be written: set QINFER_CACHE to a folder that can)" in out
 
 
 def test_doctor_says_when_int8_would_be_slow(qinfer, monkeypatch):

@@ -82,22 +82,23 @@ def test_no_arguments_show_the_help(qinfer):
         (UserError("group size 7:\n  choose 128"), 2, "qinfer: group size 7: choose 128"),
         (GateError("no verdict"), 1, "qinfer: no verdict"),
         (NotImplementedError("best_of is not there yet"), 2, "qinfer: best_of is not there yet"),
-        (
-            PermissionError(errno.EACCES, "Permission denied", "/out"),
-            2,
-            "qinfer: Permission denied: /out; name a place that you may write to",
-        ),
+        (PermissionError(errno.EACCES, "Permission denied", "/out"), 2, "qinfer: Permission denied: /out"),
         (
             OSError(errno.ENOSPC, "No space left on device"),
             2,
             "qinfer: No space left on device; make room there, or name another folder",
         ),
         (
-            OSError(errno.EROFS, "Read-only file system", "/no/cache/models"),
+            OSError(errno.EROFS, "Read-only file system", b"/out"),
             2,
-            "qinfer: Read-only file system: /no/cache/models; models that were converted are kept in "
-            "/no/cache: QINFER_CACHE names another folder",
+            "qinfer: Read-only file system: b'/out'; name a place that may be written to",
         ),
+        (
+            OSError(errno.EXDEV, "Cross-device link", "/a", None, "/b"),
+            2,
+            "qinfer: Cross-device link: /a -> /b",
+        ),
+        (OSError(errno.EBADF, "Bad file descriptor", 99), 2, "qinfer: Bad file descriptor: 99"),
         (OSError(errno.EIO, "Input/output error", "/out"), 2, "qinfer: Input/output error: /out"),
         (KeyboardInterrupt(), 130, "qinfer: interrupted"),
     ],
@@ -106,7 +107,6 @@ def test_errors_are_one_line_on_stderr_with_their_code(qinfer, monkeypatch, erro
     def fail(path):
         raise error
 
-    monkeypatch.setenv("QINFER_CACHE", "/no/cache")
     monkeypatch.setattr("qinfer.checkpoint.checkpoint.open_checkpoint", fail)
     result = qinfer("inspect", "somewhere", "--json")
     assert result.code == code

@@ -126,7 +126,7 @@ def test_unknown_model_route_and_method(served):
     check(served.get("/v1/models/other/model"), 404)
     check(served.get("/v2/nothing"), 404)
     wrong = served.get(COMPLETIONS)
-    check(wrong, 405)
+    assert check(wrong, 405)["message"] == f"{COMPLETIONS} takes POST, not GET"
     assert wrong.headers["allow"] == "POST"
     for path, methods in (("/ping", {"GET", "HEAD", "POST"}), ("/v1/responses/x", {"GET", "DELETE"})):
         wrong = served.client.put(path)

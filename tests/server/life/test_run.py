@@ -242,7 +242,7 @@ def test_a_taken_port_is_one_line_before_loading():
     assert caught.value.parameter == "port"
     with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.1:0: .*; --host takes an address"):
         listen("203.0.113.1", 0)
-    with pytest.raises(UserError, match="cannot listen on no such host"):
+    with pytest.raises(UserError, match="cannot listen on 'no such host':0: "):
         listen("no such host", 0)
 
 
