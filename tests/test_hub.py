@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_told_before_anything_is_fetched(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QINFER_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="the cache .*/file cannot be written: set QINFER_CACHE to"):
+    with pytest.raises(UserError, match=r"the cache .*/file cannot be written: set QINFER_CACHE to"):
         hub.builtin(lambda folder: pytest.fail("fetched"))
 
 
