@@ -171,6 +171,10 @@ def improved(chain: Chain, search: Search) -> bool:
     for entry in chain.compile(search):
         put(search, entry)
         times.append((chain.microseconds(), len(times), entry))
+    if not times:  # no candidate compiles
+        if old is not None:
+            put(search, old)
+        return False
     times.sort(key=lambda row: row[:2])
     for time, _, entry in times[:3]:
         print(f"    {time:.1f} us {json.dumps(entry)}", flush=True)
