@@ -47,6 +47,9 @@ from qinfer.kernels.tiles import Tile, each_row, tile
 
 LOG2E = tl.constexpr(1.4426950408889634)
 GELU_SLOPE = tl.constexpr(1.5957691216057308)  # 2 sqrt(2 / pi)
+# 1 / (1 + 2^x); two instructions of the special unit, without those that care for tiny numbers
+LOGISTIC = tl.constexpr("""{ .reg .f32 t;
+    ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }""")
 
 
 def piece_formula(num_rows: int, _: int, __: int) -> Tile:
@@ -65,17 +68,19 @@ def part_formula(num_rows: int, lanes: int) -> Tile:
     return {**code_formula(num_rows, lanes), "LANES": min(lanes, 4096)}
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
+def silu_mul(gate_up: Tensor, turn: int | None = None) -> Tensor:
     """As its meaning."""
-    return run(gate_up, gate_up.dtype, gelu=False)[0]
+    return run(gate_up, gate_up.dtype, gelu=False, turn=turn)[0]
 
 
-def gelu_mul(gate_up: Tensor) -> Tensor:
+def gelu_mul(gate_up: Tensor, turn: int | None = None) -> Tensor:
     """As its meaning."""
-    return run(gate_up, gate_up.dtype, gelu=True)[0]
+    return run(gate_up, gate_up.dtype, gelu=True, turn=turn)[0]
 
 
-def run(gate_up: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Tensor | None]:
+def run(
+    gate_up: Tensor, dtype: torch.dtype, *, gelu: bool, turn: int | None = None
+) -> tuple[Tensor, Tensor | None]:
     """act(gate) * up of [T, 2 I] or partial sums [S, T, 2 I] in `dtype`; of 8-bit ones the scales too."""
     gate_up, parts = as_parts(gate_up)
     num_rows, length = gate_up.shape[-2], gate_up.shape[-1] // 2
@@ -94,6 +99,7 @@ def run(gate_up: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Ten
         part_stride(gate_up),
         PARTS=parts,
         LENGTH=length,
+        TURN=turn or length,
         CODED=coded,
         GELU=gelu,
         **entry,
@@ -123,7 +129,7 @@ def offline_variants() -> Iterator[Variant]:
     }  # fmt: skip
     for length in (1536, 4864, 14336, 24576, 28672):
         for i, num_rows in enumerate(each_row_tile("gated_codes", length)):
-            yield _variant(signature, num_rows, length, 1, i == 0)
+            yield _variant(signature, num_rows, length, 1, i == 0, turn=64 if i else length)
         for num_rows in each_row_tile("gated_parts", length):
             yield _variant({**signature, "gate_up": "*fp32"}, num_rows, length, 4, False)
     plain = {**signature, "out": "*bf16", "scales": None}
@@ -132,12 +138,18 @@ def offline_variants() -> Iterator[Variant]:
 
 
 def _variant(
-    signature: Mapping[str, str | None], num_rows: int, length: int, parts: int, gelu: bool
+    signature: Mapping[str, str | None],
+    num_rows: int,
+    length: int,
+    parts: int,
+    gelu: bool,
+    turn: int | None = None,
 ) -> Variant:
     coded = signature["scales"] is not None
     entry = _entry(MEASURED, num_rows, length, parts, coded)
     absent = [name for name in ("scales",) if not coded] + ["words"] * (entry["PIECES"] == 1)
-    constants = {"PARTS": parts, "LENGTH": length, "CODED": coded, "GELU": gelu, **dict.fromkeys(absent)}
+    shape = {"PARTS": parts, "LENGTH": length, "TURN": turn or length}
+    constants = {**shape, "CODED": coded, "GELU": gelu, **dict.fromkeys(absent)}
     types = {name: kind for name, kind in signature.items() if name not in absent and kind is not None}
     name = f"gated {length} x {num_rows}, {parts} parts"
     return offline_row(name, _kernel, types, constants, entry, ("stride", "part_stride"))
@@ -145,26 +157,18 @@ def _variant(
 
 @triton.jit
 def _sigmoid(x):
-    """1 / (1 + exp(-x)); two instructions of the special unit, without those that care for tiny numbers."""
+    """1 / (1 + exp(-x))."""
     power = -LOG2E * x
     if ASM:
-        return tl.inline_asm_elementwise(
-            """{ .reg .f32 t;
-            ex2.approx.ftz.f32 t, $1; add.ftz.f32 t, t, 0f3F800000; rcp.approx.ftz.f32 $0, t; }""",
-            "=f,f",
-            [power],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
+        return tl.inline_asm_elementwise(LOGISTIC, "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1)
     return 1.0 / (1.0 + tl.exp2(power))
 
 
 @triton.jit
-def _product(at, mask, part_stride, PARTS: tl.constexpr, LENGTH: tl.constexpr, GELU: tl.constexpr):
+def _product(at, mask, part_stride, PARTS: tl.constexpr, TURN: tl.constexpr, GELU: tl.constexpr):
     """act(gate) * up in float32, of gates at `at`."""
     gate = load_sum(at, mask, part_stride, PARTS)
-    up = load_sum(at + LENGTH, mask, part_stride, PARTS)
+    up = load_sum(at + TURN, mask, part_stride, PARTS)
     slope = gate * (1.0 + 0.044715 * gate * gate) * GELU_SLOPE if GELU else gate
     return gate * _sigmoid(slope) * up
 
@@ -188,6 +192,7 @@ def _kernel(
     part_stride,
     PARTS: tl.constexpr,
     LENGTH: tl.constexpr,
+    TURN: tl.constexpr,
     CODED: tl.constexpr,
     GELU: tl.constexpr,
     PIECES: tl.constexpr,
@@ -204,9 +209,10 @@ def _kernel(
     products = ()
     for i in tl.static_range(STEPS):
         lane, mask = _spots(row, i, num_rows, LENGTH, PIECE, LANES)
-        at = gate_up + row[:, None] * stride + lane[None, :]
+        gates = lane if TURN == LENGTH else lane + lane // TURN * TURN
+        at = gate_up + row[:, None] * stride + gates[None, :]
         # a tuple that grows while Triton unrolls the loop; mypy holds it to the length that it began with
-        products += (_product(at, mask, part_stride, PARTS, LENGTH, GELU),)  # type: ignore[assignment]
+        products += (_product(at, mask, part_stride, PARTS, TURN, GELU),)  # type: ignore[assignment]
     if CODED:
         bits = largest_of(products[STEPS - 1])
         for i in tl.static_range(STEPS - 1):

@@ -63,17 +63,18 @@ class Product:
 
         in_parts: where the tile cuts K, float32 [S, M, N] is returned, which the next kernel adds up over S.
         """
+        entry = self.entry(op, codes, weight, dtype, in_parts)
+        return self.run(entry, codes, scale, weight, weight_scale, dtype, bias, in_parts)
+
+    def entry(self, op: str, codes: Tensor, weight: Tensor, dtype: torch.dtype, in_parts: bool) -> Tile:
+        """The tile of a call; declines a weight in rows."""
         if weight.dim() != 3:
             raise Declined(f"a weight {list(weight.shape)} in rows; the kernel reads panels")
-        m, k, n = *codes.shape, weight.shape[1]
+        m, k, n = max(1, len(codes)), codes.shape[1], weight.shape[1]
         check(codes, n, dtype)
-        if m == 0:
-            return torch.empty(0, n, dtype=dtype, device=codes.device)
         if dtype is torch.float32:  # twice the shared memory for results: only the smaller tiles leave it
-            entry = self.formula(min(m, 256), n, k)
-        else:
-            entry = tile(op, table_of(codes.device), self.formula, m, n, k, in_parts=in_parts)
-        return self.run(entry, codes, scale, weight, weight_scale, dtype, bias, in_parts)
+            return self.formula(min(m, 256), n, k)
+        return tile(op, table_of(codes.device), self.formula, m, n, k, in_parts=in_parts)
 
     def run(
         self,
@@ -85,11 +86,15 @@ class Product:
         dtype: torch.dtype,
         bias: Tensor | None,
         in_parts: bool = False,
+        gate: str | None = None,
     ) -> Tensor:
-        """The product with a given tile."""
+        """The product with a given tile; for `gate` see `by_warps`, which alone has it."""
         m, k, n, splits = *codes.shape, weight.shape[1], entry["SPLITS"]
+        width = n // 2 if gate else n
+        if m == 0:
+            return torch.empty(0, width, dtype=dtype, device=codes.device)
         lead = [splits] if splits > 1 else []
-        out = torch.empty(*lead, m, n, device=codes.device, dtype=torch.float32 if lead else dtype)
+        out = torch.empty(*lead, m, width, device=codes.device, dtype=torch.float32 if lead else dtype)
         tiles = triton.cdiv(m, entry["BM"]) * triton.cdiv(n, entry["BN"])
         scales = (scale, weight_scale, weight_scale if bias is None else bias)
         options = launch_options(entry, bias, codes.is_cuda)
@@ -98,6 +103,7 @@ class Product:
             x, w = map(descriptor, (codes, weight.view(-1, WIDTH)), blocks)
             target = out if lead else descriptor(out, [entry["BM"] // 2, PIECE.value])
             grid = (min(tiles * splits, num_multiprocessors(codes.device)),)
+            options |= {"GATE": gate} if gate else {}
             self.by_warp[grid](x, w, *scales, target, m, n, k, *self.strides(scale), **options)
         else:
             x, w = map(TensorDescriptor.from_tensor, (codes, weight.view(-1, WIDTH)), blocks)
@@ -116,7 +122,19 @@ class Product:
         for op, items in sorted(found):
             yield self._variant(op, dict(items))
 
-    def _variant(self, op: str, entry: dict[str, Any]) -> Variant:
+    def gated_variants(self, *ops: str) -> Iterator[Variant]:
+        """The tables' tiles for gates and ups of Llama-8B, and the formula's, where `by_warp` takes them."""
+        found = {
+            (op, tuple(sorted(tile(op, MEASURED, self.formula, m, n, k).items())))
+            for op in ops
+            for n, k in ((28672, 4096), (9728, 896))
+            for m in (256, 512, 1024, 4096)
+        }
+        for i, (op, items) in enumerate(sorted(found)):
+            if "STAGES" in (entry := dict(items)) and entry["SPLITS"] == 1:
+                yield self._variant(op, entry, GATE="gelu" if i % 2 else "silu")
+
+    def _variant(self, op: str, entry: dict[str, Any], **more: str) -> Variant:
         by_warp = "STAGES" in entry
         kernel = self.by_warp if by_warp else self.by_tile
         types = dict.fromkeys(("M", "N", "K", "stride_g", "AHEAD"), "i32")
@@ -129,9 +147,10 @@ class Product:
         types["out"] = descriptor_type("bf16", [entry["BM"] // 2, PIECE.value]) if by_warp else "*bf16"
         if entry["SPLITS"] > 1:
             types["out"] = "*fp32"
-        options = launch_options(entry, None, True, stride_t=1)
+        options = launch_options(entry, None, True, stride_t=1, **more)
         constants = {name: value for name, value in options.items() if name in kernel.arg_names}
+        constants |= {name: None for name in ("GATE",) if name in kernel.arg_names and name not in constants}
         signature = {name: types[name] for name in kernel.arg_names if name not in constants}
         launch = {name: value for name, value in options.items() if name not in constants}
-        label = " ".join([op, *(f"{name}={value}" for name, value in entry.items())])
+        label = " ".join([op, *(f"{name}={value}" for name, value in {**entry, **more}.items())])
         return Variant(label, kernel, signature, constants, launch, ("N", "K"), wants_tensor_cores=True)

@@ -91,4 +91,5 @@ multiply = Product(product, by_warps, formula, _stride)
 
 def offline_variants() -> Iterator[Variant]:
     """Of both kinds of codes."""
-    return multiply.variants("w8a8_int8", "w8a8_fp8")
+    yield from multiply.variants("w8a8_int8", "w8a8_fp8")
+    yield from multiply.gated_variants("w8a8_int8", "w8a8_fp8")

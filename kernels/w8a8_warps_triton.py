@@ -8,6 +8,9 @@ from 1.75 to 2.1 times torch.mm in bfloat16 (H200, 1024 and 4096 tokens).
 
 A group can be ahead of the other by no more steps than there are buffers, so there must be many of these.
 Results leave through a buffer that both groups share, in turns, which keeps them out of step.
+
+Of a weight whose rows are gates and ups in turns of PIECE (GATE), act(gate) * up leaves, half as much: what a
+group computes for that is hidden like its scales, and the next kernel reads half as much.
 """
 
 from triton.experimental import gluon
@@ -20,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from qinfer.kernels.activation_triton import GELU_SLOPE, LOG2E, LOGISTIC
 from qinfer.kernels.warps_triton import copy_in, copy_out, tell_next, wait_for_previous
 
 PIECE = gl.constexpr(64)  # columns of results that go to memory at once
@@ -83,18 +87,37 @@ def copy_tiles(x, w, xs, ws, ready, empty, M, N, K, BM: gl.constexpr, BN: gl.con
 
 
 @gluon.jit
-def write(y, buffers, out, row, col):
+def _gated(gate, up, GATE: gl.constexpr):
+    """act(gate) * up, as in activation_triton.py."""
+    slope = gate * (1.0 + 0.044715 * gate * gate) * GELU_SLOPE if GATE == "gelu" else gate
+    sigmoid = gl.inline_asm_elementwise(
+        LOGISTIC, "=f,f", [slope * -LOG2E], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return gate * sigmoid * up
+
+
+@gluon.jit
+def write(y, buffers, out, row, col, GATE: gl.constexpr = None):
     """Sends y, a group's rows, to `out` at (row, col), by pieces as wide as a buffer.
 
     buffers: [number, rows, columns of a piece] in shared memory; where y has more pieces, one is filled while
-    the others are being read. The caller waits in the end.
+    the others are being read. The caller waits in the end. With GATE, y is gates and ups in turns of a piece,
+    and col that of the first product.
     """
     WIDTH: gl.constexpr = y.shape[1]
     if buffers.shape[2] < WIDTH:
         LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH // 2, 32])
         left, right = y.reshape((y.shape[0], 2, WIDTH // 2)).permute((0, 2, 1)).split()
-        write(gl.convert_layout(left, LAYOUT, assert_trivial=True), buffers, out, row, col)
-        write(gl.convert_layout(right, LAYOUT, assert_trivial=True), buffers, out, row, col + WIDTH // 2)
+        left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+        right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+        if GATE is None:
+            write(left, buffers, out, row, col)
+            write(right, buffers, out, row, col + WIDTH // 2)
+        elif buffers.shape[2] == WIDTH // 2:
+            write(_gated(left, right, GATE), buffers, out, row, col)
+        else:
+            write(left, buffers, out, row, col, GATE)
+            write(right, buffers, out, row, col + WIDTH // 4, GATE)
     else:
         buffer = buffers.index(col // WIDTH % buffers.shape[0])
         tma.store_wait(pendings=buffers.shape[0] - 1)
@@ -106,7 +129,7 @@ def write(y, buffers, out, row, col):
 @gluon.jit
 def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out, M, N,
               K, stride_t, BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-              SPLITS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr):  # fmt: skip
+              SPLITS: gl.constexpr, BIAS: gl.constexpr, EARLY: gl.constexpr, GATE: gl.constexpr):  # fmt: skip
     """A multiplying group: rows HALF * BM / 2.. of every tile of its program.
 
     turns[HALF] is told when the other group's results have left `buffers`; group 0 goes first. Waiting for
@@ -160,7 +183,7 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, turns, x_scale,
         else:
             if BIAS:
                 y += gl.load(bias + cols, mask=cols < N, other=0.0).to(gl.float32)[None, :]
-            write(y, buffers, out, row, pn * BN)
+            write(y, buffers, out, row, pn * BN if GATE is None else pn * BN // 2, GATE)
             tiles += 1
     if SPLITS == 1:
         tma.store_wait(pendings=0)
@@ -170,10 +193,11 @@ def _multiply(HALF: gl.constexpr, xs, ws, ready, empty, buffers, turns, x_scale,
 @gluon.jit(do_not_specialize=["M"])
 def by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: gl.constexpr, BN: gl.constexpr,
              STAGES: gl.constexpr, GROUP: gl.constexpr, SPLITS: gl.constexpr, BIAS: gl.constexpr,
-             EARLY: gl.constexpr):  # fmt: skip
+             EARLY: gl.constexpr, GATE: gl.constexpr = None):  # fmt: skip
     """x [M, K] in blocks of [BM, 128], w panels of [BN, 128], out [M, N] of [BM / 2, PIECE]: descriptors.
 
-    Any grid. SPLITS > 1: out is a pointer to float32 [SPLITS, M, N], which gets no bias.
+    Any grid. SPLITS > 1: out is a pointer to float32 [SPLITS, M, N], which gets no bias. GATE ("silu" or
+    "gelu"; SPLITS is 1): rows of w are gates and ups in turns of PIECE, and out is [M, N / 2].
     """
     xs, ws, ready, empty = ring(x, w, BM, BN, STAGES)
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -181,15 +205,16 @@ def by_warps(x, w, x_scale, w_scale, bias, out, M, N, K, stride_t, BM: gl.conste
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
     if SPLITS == 1:
-        buffers = gl.allocate_shared_memory(out.dtype, [BN // PIECE, BM // 2, PIECE], out.layout)
+        NUM: gl.constexpr = BN // PIECE if GATE is None else BN // PIECE // 2
+        buffers = gl.allocate_shared_memory(out.dtype, [NUM, BM // 2, PIECE], out.layout)
     else:  # results go straight to memory
         buffers = xs
     gl.warp_specialize(
         [
             (_multiply, (gl.constexpr(0), xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out,
-                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
+                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY, GATE)),
             (_multiply, (gl.constexpr(1), xs, ws, ready, empty, buffers, turns, x_scale, w_scale, bias, out,
-                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY)),
+                         M, N, K, stride_t, BM, BN, STAGES, GROUP, SPLITS, BIAS, EARLY, GATE)),
             (copy_tiles, (x, w, xs, ws, ready, empty, M, N, K, BM, BN, STAGES, GROUP, SPLITS, EARLY)),
         ],
         [4, 1],

@@ -23,6 +23,7 @@ SLICE, COPIES = 16 * MIB, 6  # of logits in float32 that are copied at a time; w
 WIDE_TOKENS, WIDE_PER_ROW, WIDE_BYTES = 32768, 20, 128 * MIB  # 8-bit pages of a step's chunks, widened
 GRAPH_LAYER = 64 << 10  # of one layer in one CUDA graph
 WIDENED_ABOVE = {"w4a16": 1024, "w8a16-int8": 2048}  # tokens for which a weight is widened
+GATED_ABOVE, TURN = {"w8a8-int8": 256, "w8a8-fp8": 256}, 64  # tokens for which a product ends with its gates
 # float32 tiles of a product that is cut into pieces, at most: up to 128 tokens, and up to where it is widened
 PIECES = {"w4a16": (264 * 2 * 8192 * 4, 132 * 2 * 32768 * 4)}
 LEAST_TOKENS = 512  # of a step, below which a GPU's products are no longer efficient
@@ -59,9 +60,9 @@ def layer_bytes(build: Build, tokens: int) -> int:
     """Planned peak of a layer on a GPU, for a step of so many tokens.
 
     The stream before and after, what was added to it, the normed input, and rotations in float32; then
-    gate|up with their product, or q, k, v with the context. Weight-only schemes widen one weight besides
-    where there are many tokens, or cut a product into pieces, which are added up at its end; 8-bit pages are
-    widened for prompts.
+    gate|up or their product alone with its codes, or q, k, v with the context. Weight-only schemes widen one
+    weight besides where there are many tokens, or cut a product into pieces, which are added up at its end;
+    8-bit pages are widened for prompts.
     """
     config, scheme, item = build.config, build.weight_format.scheme, ITEM_BYTES[build.dtype]
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -69,10 +70,22 @@ def layer_bytes(build: Build, tokens: int) -> int:
     widened = 2 * inner * hidden * item if tokens > WIDENED_ABOVE.get(scheme, tokens) else 0
     pieces = 0 if widened or scheme not in PIECES else PIECES[scheme][tokens > 128]
     stream = tokens * (hidden * (4 * item + code) + 2 * config.head_dim * 4)
-    mlp = max(tokens * inner * 2 * item + max(tokens * inner * code, widened), tokens * inner * code + pieces)
+    width = inner if _ends_with_gates(build, tokens) else 2 * inner
+    mlp = max(
+        tokens * (width * item + inner * code),
+        tokens * width * item + widened,
+        tokens * inner * code + pieces,
+    )
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = tokens * heads * item + max(_wide_pages(build, tokens), pieces)
     return stream + max(mlp, attention)
+
+
+def _ends_with_gates(build: Build, tokens: int) -> bool:
+    """Whether the product of gate and up leaves act(gate) * up: see `Linear.of_gate_and_up`."""
+    config, scheme = build.config, build.weight_format.scheme
+    takes_turns = config.intermediate_size % TURN == 0 and not config.mlp_bias
+    return scheme in GATED_ABOVE and tokens > GATED_ABOVE[scheme] and takes_turns and build.dtype != "float32"
 
 
 def with_gaps(num_bytes: int) -> int:

@@ -57,15 +57,12 @@ class Layer:
         names of norms and biases ("input_layernorm.weight", "self_attn.q_proj.bias"). One missing: KeyError.
         """
         others = {name: tensor.to(device, dtype) for name, tensor in others.items()}
-        groups = {
-            group.name: Linear(
-                [linears[module] for module in group.modules],
-                _joined_bias(group.modules, others),
-                device=device,
-                dtype=dtype,
-            )
-            for group in layer_groups(config)
-        }
+        groups = {}
+        for group in layer_groups(config):
+            make = Linear.of_gate_and_up if group.name.startswith("gate_up") else Linear
+            shards = [linears[module] for module in group.modules]
+            bias = _joined_bias(group.modules, others)
+            groups[group.name] = make(shards, bias, device=device, dtype=dtype)
         attention = Attention(config, index, groups["qkv"], groups["o"], others)
         if not config.num_experts:
             return cls(config, attention, Mlp(config, groups["gate_up"], groups["down"]), others)

@@ -106,10 +106,12 @@ class Mlp:
             return self.down.summand(self._gated(x))  # holds nothing else meanwhile
         assert isinstance(x, Tensor)
         tap("gate_up", x)
-        inner = self.activate(self.gate_up(x))
+        inner = self.activate(self.gate_up(x), self.gate_up.turn)
         tap("down", inner)
         return self.down.summand(inner)
 
     def _gated(self, x: ops.Activations) -> ops.Activations:
+        if self.gate_up.turn is not None:
+            return self.gate_up.gated(x, self.activate is ops.gelu_mul, self.down.codes)
         gate_up = self.gate_up.product(x) if self.gate_up.bias is None else self.gate_up(x)
         return ops.gated_to(self.down.codes, self.activate, gate_up)

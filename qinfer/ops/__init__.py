@@ -8,6 +8,7 @@ Others take ops from here, not from the files below. In those, kernels go by nam
 an op has the name of its kernel.
 """
 
+from qinfer.kernels.gated_product import TURN
 from qinfer.kernels.int8_row_cpu import Int8Row
 from qinfer.kernels.kv_format import KVPages
 from qinfer.kernels.paged_attention import Geometry, PagedBatch
@@ -28,6 +29,7 @@ from qinfer.ops.eight_bit import (
     fp8_per_group,
     fp8_per_token,
     fp8_static,
+    gated_product,
     int8_per_token,
     pack_w8a8_fp8,
     pack_w8a8_fp8_block,
@@ -61,6 +63,7 @@ from qinfer.ops.weight_only import (
 )
 
 __all__ = [
+    "TURN",
     "Activations",
     "Codes",
     "Geometry",
@@ -84,6 +87,7 @@ __all__ = [
     "fp8_per_group",
     "fp8_per_token",
     "fp8_static",
+    "gated_product",
     "gated_to",
     "gelu_mul",
     "greedy",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from qinfer import backend
+from qinfer.kernels import gated_product as _gated_product
 from qinfer.kernels import int8_row_cpu as _int8_row_cpu
 from qinfer.kernels import panels as _panels
 from qinfer.kernels import quantize_per_token as _quantize_per_token
@@ -111,6 +112,24 @@ def w8a8_fp8(
         return backend.run(_w8a8_fp8.w8a8_fp8_codes, *given, bias)
     assert isinstance(x, Tensor)
     return _w8a8_fp8_cpu.w8a8_fp8_cpu(x, weight, weight_scale)
+
+
+def gated_product(
+    codes: torch.dtype | None, x: Activations, weight: Tensor, weight_scale: Tensor, *, gelu: bool
+) -> Activations:
+    """act(gate) * up [T, I], for a product that wants `codes`: see `add_rms_norm_to`. On a GPU only.
+
+    x [T, K]; weight from `pack_w8a8_int8` or `pack_w8a8_fp8` and weight_scale float32 [2 I], both with gate
+    and up in turns of TURN rows.
+    """
+    if isinstance(x, Tensor):
+        x = Codes(*(int8_per_token if weight.dtype is torch.int8 else fp8_per_token)(x), x.dtype)
+    assert isinstance(x, Codes)
+    given = x.values, x.scale, weight, weight_scale, x.dtype
+    if codes is None:
+        return backend.run(_gated_product.gated, *given, gelu=gelu)
+    to_codes = _gated_product.gated_to_int8 if codes is torch.int8 else _gated_product.gated_to_fp8
+    return Codes(*backend.run(to_codes, *given, gelu=gelu), x.dtype)
 
 
 def w8a8_fp8_static(

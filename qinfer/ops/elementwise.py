@@ -16,18 +16,18 @@ from qinfer.kernels import rope_angles as _rope_angles
 from qinfer.ops.forms import Activations, Codes, Parts, Product, is_int8_row
 
 
-def gelu_mul(gate_up: Tensor) -> Tensor:
-    """gelu_tanh(gate) * up: [T, 2 I] -> [T, I]."""
+def gelu_mul(gate_up: Tensor, turn: int | None = None) -> Tensor:
+    """gelu_tanh(gate) * up: [T, 2 I], all of the gate first or in turns of `turn` columns -> [T, I]."""
     if gate_up.is_cuda:
-        return backend.run(_activation.gelu_mul, gate_up)
-    return _activation.gelu_mul(gate_up)
+        return backend.run(_activation.gelu_mul, gate_up, turn)
+    return _activation.gelu_mul(gate_up, turn)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up: [T, 2 I] -> [T, I]."""
+def silu_mul(gate_up: Tensor, turn: int | None = None) -> Tensor:
+    """silu(gate) * up: [T, 2 I], all of the gate first or in turns of `turn` columns -> [T, I]."""
     if gate_up.is_cuda:
-        return backend.run(_activation.silu_mul, gate_up)
-    return _activation.silu_mul(gate_up)
+        return backend.run(_activation.silu_mul, gate_up, turn)
+    return _activation.silu_mul(gate_up, turn)
 
 
 _GATED_TO: dict[tuple[Callable[[Tensor], Tensor], torch.dtype], Callable[[Tensor], tuple[Tensor, Tensor]]] = {
