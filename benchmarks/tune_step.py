@@ -1,23 +1,32 @@
-"""Measures tiles where they run: in the chain of all kernels of a step of one sequence.
+"""Measures tiles where they run: in the chain of all kernels of a step.
 
-    python benchmarks/tune_step.py [--schemes w8a8-fp8,w8a8-int8,w4a16] [--only w4a16,qkv_post] [--out TABLE]
+    python benchmarks/tune_step.py [--steps 1,256,1024,2048] [--schemes w8a8-fp8,w8a8-int8,w4a16]
+                                   [--only w4a16,qkv_post] [--out TABLE]
 
-A kernel that is fastest alone need not be so here: kernels start early, some ask for what comes next, and
-what a product leaves in parts another adds up. So this writes the rows for one token of the products "in
-parts", and the row-wise kernels' and attention's rows for one sequence, of Llama-3.1-8B's shape with random
-weights.
-One op after the other: all its candidates are compiled, the step is captured with each and replayed after 540
-and after 1,620 tokens, the longer one at half its weight; the fastest is taken where a second look confirms
-that it saves more than the noise.
+A kernel that is fastest alone need not be so here: kernels start early, some ask for what comes next, what a
+product leaves in parts another adds up, and a product that starts early takes from the kernel before it what
+that would need to be fast. So this writes, of Llama-3.1-8B's shape with random weights,
 
-tune.py first: what it writes is the beginning here. A scheme takes one to two minutes.
+* of a step of one sequence, the rows for one token of the products "in parts", the row-wise kernels' and
+  attention's; it is replayed after 540 and after 1,620 tokens, the longer one at half its weight;
+* of a decode step of 256 sequences, and of prompts with 1,024 and 2,048 tokens in all, the row-wise kernels'
+  rows and the products', of eight layers.
+
+One op after the other: all its candidates are compiled, the step is captured with each and replayed; the
+fastest is taken where a second look confirms that it saves more than the noise.
+
+tune.py first: what it writes is the beginning here. A scheme's step takes half a minute to two minutes.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-from collections.abc import Iterator
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,37 +34,96 @@ import torch
 from torch import Tensor
 from tune import CONFIGS, grid, merge
 
-from qinfer import LLM, SamplingParams
+from qinfer import LLM
 from qinfer.engine.graphs import StepGraphs
-from qinfer.engine.plan import Shape
+from qinfer.engine.plan import Chunk, Shape, StepPlan
 from qinfer.engine.runner import Runner
 from qinfer.kernels import tiles
 from qinfer.kernels.ahead_triton import compiled_ahead
 
 MODEL = Path(__file__).parent / "models" / "llama-3.1-8b"
-LENGTHS = {512: 1.0, 1600: 0.5}  # of prompts, and their weights
-NOISE_US = 1.5
-ONE = Shape(1, 1)
-KV_HEADS = 8
+NOISE = 1e-3  # of a step's time
+SETTLE = 0.3  # seconds of steps of many tokens; at its power limit a GPU takes as long to find its clocks
+KV_HEADS, PAGE = 8, 64
 Entry = dict[str, Any]
+Rows = list[tuple[int | None, Entry]]
+
+
+class Step(NamedTuple):
+    """What is timed: so many sequences, all of their tokens, or with `decodes` the next one after them.
+
+    Rows of tables are those for more than `above` tokens, up to `upper`.
+    """
+
+    sequences: int
+    lengths: Mapping[int, float]  # tokens of each, and the weights of these steps
+    decodes: bool
+    above: int
+    upper: int | None
+    layers: int
+
+
+STEPS = {
+    1: Step(1, {540: 1.0, 1620: 0.5}, True, 0, 1, 32),
+    256: Step(256, {600: 1.0}, True, 128, 256, 8),
+    1024: Step(2, {512: 1.0}, False, 512, 1024, 8),
+    2048: Step(4, {512: 1.0}, False, 1024, None, 8),
+}
 
 
 class Search(NamedTuple):
-    """Tiles to try for one row of a table; `upper` is the most tokens, or sequences times KV heads, of it."""
+    """Tiles to try for the row of a table for more than `above` tokens, or sequences times KV heads."""
 
     op: str
     key: str
     entries: list[Entry]
-    upper: int = 1
+    upper: int | None = 1
+    above: int = 0
 
 
-def row_searches() -> Iterator[Search]:
+def searches(step: Step, scheme: str) -> Iterator[Search]:
+    """All of a step."""
+    if step.upper == 1:
+        yield from row_searches(scheme)
+        yield from product_searches(scheme)
+    else:
+        for search in (*many_row_searches(scheme), *many_product_searches(scheme, step.above < 256)):
+            yield search._replace(upper=step.upper, above=step.above)
+
+
+def many_row_searches(scheme: str) -> Iterator[Search]:
+    """Of many tokens."""
+    entries = grid(ROWS=(1,), num_warps=(4, 8, 16, 32), EARLY=(0, 1, 2))
+    yield Search("rms_norm 4096", "*", entries)
+    if scheme.startswith("w8a8"):
+        yield Search("codes 4096", "*", entries)
+        yield Search("codes 16384", "*", entries)
+    else:
+        yield Search("gated", "*", grid(ROWS=(1,), LANES=(1024, 2048), num_warps=(4, 8), EARLY=(0, 1, 2)))
+    yield Search("qkv_post", "*", grid(ROWS=(4, 8), num_warps=(1, 2), EARLY=(0, 1, 2)))
+
+
+def many_product_searches(scheme: str, cut: bool) -> Iterator[Search]:
+    """Of many tokens, for 8-bit activations; `cut`: whether K may be."""
+    if not scheme.startswith("w8a8"):
+        return
+    shape = {"BM": (128,), "BN": (256,), "STAGES": (4,), "GROUP": (8, 16, 32), "SPLITS": (1,)}
+    other = {**shape, "BM": (256,), "BN": (128,), "GROUP": (8, 16)}
+    small = {**shape, "BN": (128,), "STAGES": (6,), "GROUP": (16,), "SPLITS": (1, 2) if cut else (1,)}
+    rest: dict[str, tuple[int, ...]] = {"EARLY": (0, 1), "num_warps": (4,)}
+    for key in ("6144x4096", "4096x4096", "28672x4096", "4096x14336"):
+        entries = [entry for tiles in (shape, other, small) for entry in grid(**tiles, **rest)]
+        yield Search(scheme.replace("-", "_"), key, [e for e in entries if e["SPLITS"] == 1 or e["EARLY"]])
+
+
+def row_searches(scheme: str) -> Iterator[Search]:
     """What all schemes have, and what those with 8-bit activations have."""
     warps = {"ROWS": (1,), "num_warps": (4, 8, 16, 32), "EARLY": (1, 2)}
     yield Search("rms_norm_parts 4096", "*", grid(**warps))
-    yield Search("codes 4096", "*", grid(**warps))
-    pieces = grid(ROWS=(1,), PIECES=(4, 8, 16), num_warps=(4, 8, 16), EARLY=(1, 2))
-    yield Search("gated_codes 16384", "*", pieces)
+    if scheme.startswith("w8a8"):
+        yield Search("codes 4096", "*", grid(**warps))
+        pieces = grid(ROWS=(1,), PIECES=(4, 8, 16), num_warps=(4, 8, 16), EARLY=(1, 2))
+        yield Search("gated_codes 16384", "*", pieces)
     yield Search("qkv_post", "*", grid(ROWS=(1, 2, 4, 8), num_warps=(1, 2), EARLY=(1, 2)))
     few = grid(TILE=(32, 64), num_warps=(1, 2), num_stages=(2, 3, 4), MERGE=(8, 16))
     yield Search("paged_decode_plain", "128x2", few, KV_HEADS)
@@ -92,36 +160,57 @@ def four_bits(blocks: int, cut: int) -> Iterator[Entry]:
 
 
 class Chain:
-    """A step of one sequence of a scheme, which is captured anew for each tile."""
+    """A step of a scheme, which is captured anew for each tile."""
 
-    def __init__(self, scheme: str) -> None:
-        limits: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": 16, "max_num_batched_tokens": 2048}
-        limits |= {"num_kv_blocks": 300, "enable_prefix_caching": False, "allow_ungated": True}
-        self.llm = LLM(str(MODEL), load_format="dummy", scheme=scheme, skip_tokenizer_init=True, **limits)
+    def __init__(self, scheme: str, step: Step) -> None:
+        self._pages = -(-(max(step.lengths) + 1) // PAGE)  # of a sequence
+        limits: dict[str, Any] = {"max_model_len": 2048, "max_num_seqs": max(16, step.sequences)}
+        limits |= {"block_size": PAGE}
+        limits |= {"max_num_batched_tokens": 8192, "num_kv_blocks": step.sequences * self._pages + 200}
+        config = json.loads((MODEL / "config.json").read_text())
+        with tempfile.TemporaryDirectory() as folder:
+            config["num_hidden_layers"] = step.layers
+            Path(folder, "config.json").write_text(json.dumps(config))
+            limits |= {"load_format": "dummy", "skip_tokenizer_init": True, "allow_ungated": True}
+            self.llm = LLM(folder, scheme=scheme, **limits)
         runner = self.llm.engine.runner
         assert isinstance(runner, Runner)
         assert runner.buffers is not None
-        self.runner, self._buffers = runner, runner.buffers
-        self._steps = {length: self._last_step(length) for length in LENGTHS}
-        config = runner.decoder.config
-        self._hidden = torch.zeros(1, config.hidden_size, dtype=runner.decoder.dtype, device="cuda")
+        self.step, self.runner, self._buffers = step, runner, runner.buffers
+        self._steps = {length: self._numbers(length) for length in step.lengths}
+        tokens = step.sequences if step.decodes else step.sequences * max(step.lengths)
+        self.shape = Shape(tokens, step.sequences if step.decodes else runner.limits.max_num_seqs)
+        self._hidden = torch.zeros(
+            self.shape.num_seqs, config["hidden_size"], dtype=runner.decoder.dtype, device="cuda"
+        )
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    def _last_step(self, length: int) -> Tensor:
-        """The numbers of the last step of an answer to `length` tokens; its pages stay as they are."""
-        prompt = {"prompt_token_ids": torch.randint(10, 100_000, (length,)).tolist()}
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
-        self.llm.generate([prompt], params, use_tqdm=False)
+    def _numbers(self, length: int) -> Tensor:
+        """What is brought to the device for the step with sequences of `length`, whose pages are filled."""
+        every = range(self.step.sequences)
+        if self.step.decodes:
+            for i in every:
+                self._run({i: (0, length)})
+            self._run(dict.fromkeys(every, (length, length + 1)))
+        else:
+            self._run(dict.fromkeys(every, (0, length)))
         return self._buffers._arriving.clone()
 
-    def compile(self, search: Search) -> list[Entry]:
+    def _run(self, ranges: Mapping[int, tuple[int, int]]) -> None:
+        """A step of tokens [start, stop) of sequences."""
+        chunks = tuple(Chunk(i, *between, sample=True, lane=i) for i, between in ranges.items())
+        pages = {i: tuple(range(1 + i * self._pages, 1 + (i + 1) * self._pages)) for i in ranges}
+        ids = {i: [(37 * i + 11 * t) % 100_000 for t in range(stop)] for i, (_, stop) in ranges.items()}
+        self.runner.run(StepPlan(chunks, pages), ids)
+
+    def compile(self, search: Search, before: Rows) -> list[Entry]:
         """The entries that compile."""
         good = []
         with compiled_ahead(), torch.inference_mode():
             for entry in search.entries:
-                put(search, entry)
+                put(search, entry, before)
                 try:
-                    self.runner.forward_padded(ONE)
+                    self.runner.forward_padded(self.shape)
                 except Exception as error:  # whatever a launcher says of a candidate: it is none
                     print("not", entry, str(error)[:80])
                     continue
@@ -130,33 +219,52 @@ class Chain:
 
     def microseconds(self, replays: int = 30) -> float:
         """Median time of a step with the tiles that are in the table, over the lengths by their weights."""
-        graphs = StepGraphs(self._hidden)
+        graphs, shape = StepGraphs(self._hidden), self.shape
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            graphs.add(self.runner, ONE)
+            graphs.add(self.runner, shape)
         torch.cuda.synchronize()
         total = 0.0
-        for length, weight in LENGTHS.items():
+        for length, weight in self.step.lengths.items():
             self._buffers._arriving.copy_(self._steps[length])
+            begin = time.perf_counter()
+            while shape.num_tokens > 1 and time.perf_counter() < begin + SETTLE:
+                graphs.replay(shape)
+                torch.cuda.synchronize()
             times = []
             for _ in range(replays):
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                graphs.replay(ONE)
+                graphs.replay(shape)
                 end.record()
                 end.synchronize()
-                graphs.greedy(ONE)  # so that the head goes through the L2 in between
+                if shape.decodes:
+                    graphs.greedy(shape)  # so that the head goes through the L2 in between
                 times.append(start.elapsed_time(end) * 1e3)
             total += weight * sorted(times)[len(times) // 2]
         return total
 
 
-def put(search: Search, entry: Entry) -> None:
-    """Makes `entry` the first row of its table in this process."""
-    rows = table().setdefault(search.op, {}).setdefault(search.key, [(None, entry)])
-    if rows[0][0] == search.upper:
-        rows[0] = (search.upper, entry)
-    else:
-        rows.insert(0, (search.upper, entry))
+def put(search: Search, entry: Entry, before: Rows) -> None:
+    """Makes `entry` the row of its table in this process; `before` has the rows for other sizes."""
+    table().setdefault(search.op, {})[search.key] = placed(before, search.above, search.upper, entry)
+
+
+def placed(rows: Rows, above: int, upper: int | None, entry: Entry) -> Rows:
+    """The rows with `entry` for sizes past `above`, up to `upper`; where there were none, for all."""
+    if not rows:
+        return [(None, entry)]
+    smaller = [row for row in rows if bound(row[0]) <= above]
+    if above and not any(row[0] == above for row in smaller):
+        smaller.append((above, entry_for(rows, above)))
+    return [*smaller, (upper, entry), *(row for row in rows if bound(row[0]) > bound(upper))]
+
+
+def bound(upper: int | None) -> float:
+    return math.inf if upper is None else upper
+
+
+def entry_for(rows: Rows, size: float) -> Entry:
+    return next(dict(entry) for upper, entry in rows if bound(upper) >= size)
 
 
 def table() -> dict[str, dict[str, list[Any]]]:
@@ -166,27 +274,32 @@ def table() -> dict[str, dict[str, list[Any]]]:
 def improved(chain: Chain, search: Search) -> bool:
     """Tries the entries of a search and leaves the best in the table; whether that is another one."""
     before = table().get(search.op, {}).get(search.key, [])
-    old = next((dict(e) for upper, e in before if upper is None or upper >= search.upper), None)
-    times = []
-    for entry in chain.compile(search):
-        put(search, entry)
+    times: list[tuple[float, int, Entry]] = []
+    for entry in chain.compile(search, before):
+        put(search, entry, before)
         times.append((chain.microseconds(), len(times), entry))
+    restore(search, before)
     if not times:  # no candidate compiles
-        if old is not None:
-            put(search, old)
         return False
     times.sort(key=lambda row: row[:2])
-    for time, _, entry in times[:3]:
-        print(f"    {time:.1f} us {json.dumps(entry)}", flush=True)
-    put(search, old or times[0][2])
+    for us, _, entry in times[:3]:
+        print(f"    {us:.1f} us {json.dumps(entry)}", flush=True)
     now = chain.microseconds(60)
-    put(search, times[0][2])
+    put(search, times[0][2], before)
     new = chain.microseconds(60)
-    taken = old is None or new < now - NOISE_US
+    taken = new < now * (1 - NOISE)
     print(f"{search.op} {search.key}: {now:.1f} -> {new:.1f} us, {'taken' if taken else 'left'}", flush=True)
-    if not taken and old is not None:
-        put(search, old)
+    if not taken:
+        restore(search, before)
     return taken
+
+
+def restore(search: Search, rows: Rows) -> None:
+    """Puts back what the table had; without rows the formula counts again."""
+    if rows:
+        table()[search.op][search.key] = rows
+    else:
+        table()[search.op].pop(search.key, None)
 
 
 def looking_ahead(search: Search) -> Search:
@@ -199,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--steps", default=",".join(map(str, STEPS)), help="tokens of the steps")
     parser.add_argument("--schemes", default="w8a8-fp8,w8a8-int8,w4a16")
     parser.add_argument("--only", default="", help="ops whose names begin so")
     parser.add_argument("--out", type=Path, help="write the table here instead")
@@ -206,20 +320,26 @@ def main() -> None:
     path = arguments.out or CONFIGS / f"{tiles.gpu_key(torch.cuda.get_device_name())}.json"
     wanted = tuple(arguments.only.split(","))
     for scheme in arguments.schemes.split(","):
-        chain = Chain(scheme)
-        print(f"{scheme}: {chain.microseconds(60):.1f} us", flush=True)
-        for search in (*row_searches(), *product_searches(scheme)):
-            coded = search.op.startswith(("codes", "gated_codes"))
-            if not search.op.startswith(wanted) or (coded and scheme == "w4a16"):
-                continue
-            changed = improved(chain, search)
-            if " in parts" in search.op:
-                changed = improved(chain, looking_ahead(search)) or changed
-            if changed:
-                merge(path, {search.op: {search.key: [list(row) for row in table()[search.op][search.key]]}})
-        print(f"{scheme}: {chain.microseconds(60):.1f} us", flush=True)
-        del chain
-        torch.cuda.empty_cache()
+        for number in arguments.steps.split(","):
+            tune(scheme, STEPS[int(number)], wanted, path)
+
+
+def tune(scheme: str, step: Step, wanted: tuple[str, ...], path: Path) -> None:
+    """Tries all searches of a step whose ops' names begin so, and writes what became faster."""
+    chain = Chain(scheme, step)
+    print(f"{scheme}, {chain.shape}: {chain.microseconds(60):.1f} us", flush=True)
+    for search in searches(step, scheme):
+        if not search.op.startswith(wanted):
+            continue
+        changed = improved(chain, search)
+        if " in parts" in search.op:
+            changed = improved(chain, looking_ahead(search)) or changed
+        if changed:
+            merge(path, {search.op: {search.key: [list(row) for row in table()[search.op][search.key]]}})
+    print(f"{scheme}, {chain.shape}: {chain.microseconds(60):.1f} us", flush=True)
+    del chain
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _run(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def offline_variants() -> Iterator[Variant]:
     """Rows of a published model's hidden and intermediate widths."""
     signature = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32", "num_rows": "i32", "stride": "i32"}
-    for length in (4096, 28672):
+    for length in (4096, 14336, 28672):
         for num_rows in sorted({*each_row_tile("codes", length), 4096}):
             entry = row_tile("codes", MEASURED, num_rows, length, row_formula)
             name = f"codes {length} x {num_rows}"

@@ -54,6 +54,14 @@ def exact(codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, *,
     return gate / (1 + torch.exp(-gate)) * up
 
 
+def check_codes(values: Tensor, scale: Tensor, expected: Tensor) -> None:
+    """The nearest codes of numbers that were rounded to bfloat16; of e4m3, as near as all are together."""
+    off = (values.double() * scale.double() - expected).abs()
+    if values.dtype is torch.int8:
+        assert bool((off <= 0.51 * scale.double() + 0.01 * expected.abs()).all())
+    assert error_ratio(values.double() * scale.double(), expected) < 0.04
+
+
 @pytest.mark.parametrize("gelu", [False, True], ids=["silu", "gelu"])
 @pytest.mark.parametrize("kind", [torch.int8, E4M3], ids=["int8", "fp8"])
 @pytest.mark.parametrize(("inner", "k"), SHAPES)
@@ -74,8 +82,7 @@ def test_against_float64(inner, k, kind, gelu) -> None:
         assert values.dtype is kind
         largest = expected.abs().amax(1, keepdim=True) / (127 if kind is torch.int8 else 448)
         assert error_ratio(out_scale, largest) < 6e-3, m
-        step = 0.02 if kind is torch.int8 else 0.03
-        assert error_ratio(values.float() * out_scale, expected) < step, m
+        check_codes(values, out_scale, expected)
 
 
 @pytest.mark.parametrize("kind", [torch.int8, E4M3], ids=["int8", "fp8"])
@@ -128,10 +135,10 @@ def test_a_linear_in_turns(scheme, m) -> None:
     expected = gate / (1 + torch.exp(-gate)) * up
     plain = linear.gated(x, False, None)
     assert error_ratio(plain, expected) < 1e-2
-    for codes, bound in ((torch.int8, 0.02), (E4M3, 0.03)):
+    for codes in (torch.int8, E4M3):
         coded = linear.gated(x, False, codes)
         assert coded.values.dtype is codes
-        assert error_ratio(coded.values.float() * coded.scale, expected) < bound
+        check_codes(coded.values, coded.scale, expected)
 
 
 def test_what_stays_as_it_is() -> None:
