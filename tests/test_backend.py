@@ -161,6 +161,19 @@ def test_a_check_stops_at_the_first_difference(twin: Op, choose: Any, op: Any) -
         backend.run(op(lambda x: (x, 2 * x), twin), X)
 
 
+@pytest.mark.parametrize("to", [torch.int8, torch.float8_e4m3fn], ids=["int8", "e4m3"])
+def test_a_check_lets_some_codes_be_the_next_ones(to: torch.dtype, choose: Any, op: Any) -> None:
+    """As rounding to bfloat16 before makes them; one of ten with another sign is an error."""
+    choose("auto", "1")
+    quantize = ops.int8_per_token if to is torch.int8 else ops.fp8_per_token
+    for seed in range(20):
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(seed))
+        backend.run(op(lambda x, y: quantize(x), lambda x, y: quantize(y)), x, x.bfloat16())
+        wrong = x * torch.where(torch.arange(64) % 10 == 3, -1.0, 1.0)
+        with pytest.raises(RuntimeError, match="QINFER_CHECK"):
+            backend.run(op(lambda x, y: quantize(x), lambda x, y: quantize(y)), x, wrong)
+
+
 def test_a_check_says_how_large_the_error_is(choose: Any, op: Any) -> None:
     choose("auto", "1")
     with pytest.raises(RuntimeError, match=r"by 5\.00e-01"):
