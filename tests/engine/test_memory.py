@@ -260,7 +260,7 @@ def test_activations_follow_the_larger_of_layers_and_logits():
     )
     fp8, w4a16 = (dense._replace(weight_format=WeightFormat(name)) for name in ("w8a8-fp8", "w4a16"))
     assert gpu_step_bytes(fp8, limits(8192, 256)) == gpu_step_bytes(dense, limits(8192, 256)) - 8192 * (
-        4096 + 14336
+        4096 + 3 * 14336  # codes of the input; act(gate) * up and its codes instead of three as wide as it
     )
     widened = 2 * 14336 * 4096 * 2 - 2048 * 14336 * 2  # instead of the product, which comes later
     assert gpu_step_bytes(w4a16, limits(2048, 256)) == gpu_step_bytes(dense, limits(2048, 256)) + widened
@@ -270,6 +270,26 @@ def test_activations_follow_the_larger_of_layers_and_logits():
     by_pages = activations.layer_bytes(narrow, 1024) - 1024 * (5 * 4096 * 2 + 1024)
     assert by_pages == 1024 * (80 * 128 * 2 + 20 * 4096)
     assert activations.layer_bytes(narrow, 2048) - 2048 * (5 * 4096 * 2 + 1024 + 80 * 128 * 2) == 128 << 20
+
+
+def test_only_some_products_end_with_their_gates():
+    """Those of many tokens with 8-bit inputs, where gate and up can lie in turns."""
+    dense = Build.unquantized(LLAMA_31_8B)
+
+    def of_a_token(build: Build, tokens: int) -> float:
+        return activations.layer_bytes(build, tokens) / tokens
+
+    int8 = dense._replace(weight_format=WeightFormat("w8a8-int8"))
+    stream = 4096 * 9 + 1024
+    assert of_a_token(int8, 4096) == stream + 14336 * (2 + 1)
+    assert of_a_token(int8, 256) == stream + 14336 * (4 + 1)
+    for odd in (
+        int8._replace(config=dataclasses.replace(LLAMA_31_8B, mlp_bias=True)),
+        int8._replace(config=dataclasses.replace(LLAMA_31_8B, intermediate_size=14336 - 32)),
+        int8._replace(weight_format=WeightFormat("w8a8-fp8-static")),
+    ):
+        assert of_a_token(odd, 4096) == stream + odd.config.intermediate_size * (4 + 1)
+    assert of_a_token(int8._replace(dtype="float32"), 4096) == 4096 * 17 + 1024 + 14336 * (8 + 1)
 
 
 def test_graphs_are_planned_by_number_and_largest():
