@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qinfer.kernels.linear_cpu import has_int8_product, integer_sums
 from qinfer.kernels.quantize_per_token import INT8_MAX, SMALLEST_SCALE
 
 Row: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
@@ -91,7 +92,10 @@ def product(row: Int8Row, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
     The weight is the left operand: oneDNN packs the right one anew in every call.
     """
-    y: Row = torch._int_mm(weight, row.codes).numpy()[:, 0].astype(np.float32)
+    if has_int8_product():
+        y: Row = torch._int_mm(weight, row.codes).numpy()[:, 0].astype(np.float32)
+    else:
+        y = integer_sums(row.codes.float().t(), weight).numpy()[0]
     y *= weight_scale.numpy()
     y *= np.float32(row.scale)
     return torch.from_numpy(y[None])

@@ -20,6 +20,7 @@ multiplying 1000 to 1160 for any of these; a dense bfloat16 linear 150 / 141 / 1
 import torch
 from torch import Tensor
 
+from qinfer.kernels.linear_cpu import linear
 from qinfer.kernels.w4a16 import unpack_nibbles
 
 MAX_ROWS_OF_INT4_OP = 32
@@ -59,7 +60,7 @@ def w4a16_cpu(
         assert scale_offset is not None
         group_size = x.shape[1] // scale.shape[0]
         return torch._weight_int4pack_mm_for_cpu(x, int4, group_size, scale_offset)
-    return x @ unpack(nibbles, scale, zero)
+    return linear(x, unpack(nibbles, scale, zero).T)
 
 
 def unpack(nibbles: Tensor, scale: Tensor, zero: Tensor) -> Tensor:

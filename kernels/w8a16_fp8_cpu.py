@@ -5,9 +5,10 @@ scale. The price is memory: two bytes a weight with bfloat16 activations, else f
 """
 
 from torch import Tensor
-from torch.nn import functional
+
+from qinfer.kernels.linear_cpu import linear
 
 
 def w8a16_fp8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight [N, K] widened to bfloat16 or float32, weight_scale float32 [N] -> [T, N] like x."""
-    return functional.linear(x.type_as(weight), weight).float().mul_(weight_scale).type_as(x)
+    return linear(x.type_as(weight), weight).float().mul_(weight_scale).type_as(x)

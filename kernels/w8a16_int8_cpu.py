@@ -8,7 +8,8 @@ With float32 activations the op takes milliseconds where widening takes a quarte
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from qinfer.kernels.linear_cpu import linear
 
 MAX_ROWS_OF_INT8_OP = 8
 
@@ -18,4 +19,4 @@ def w8a16_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     if x.dtype is torch.bfloat16 and x.shape[0] <= MAX_ROWS_OF_INT8_OP:
         return torch._weight_int8pack_mm(x, weight, weight_scale)
     # Codes are exact in every float dtype that a model has (float16 holds integers up to 2048).
-    return functional.linear(x, weight.to(x.dtype)) * weight_scale
+    return linear(x, weight.to(x.dtype)) * weight_scale

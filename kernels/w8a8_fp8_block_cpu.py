@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from qinfer.kernels.linear_cpu import linear
 from qinfer.kernels.w8a8_fp8_block import GROUP
 from qinfer.kernels.w8a8_fp8_cpu import float8_values, wide_dtype
 
@@ -24,4 +25,4 @@ def w8a8_fp8_block_cpu(x: Tensor, weight: Tensor) -> Tensor:
     tokens, columns = x.shape
     codes, scale = float8_values(functional.pad(x, (0, -columns % GROUP)).view(tokens, -1, GROUP))
     values = codes.mul_(scale).view(tokens, -1)[:, :columns]
-    return functional.linear(values.type_as(weight), weight).type_as(x)
+    return linear(values.type_as(weight), weight).type_as(x)

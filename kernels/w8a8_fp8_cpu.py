@@ -12,8 +12,8 @@ it away again rounds half to even.
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from qinfer.kernels.linear_cpu import linear
 from qinfer.kernels.quantize_per_token import FP8_MAX, SMALLEST_SCALE
 
 # Constants are tensors of one element: a Python number doubles the price of calling a small op.
@@ -50,11 +50,11 @@ def _rounded(codes: Tensor) -> Tensor:
 def w8a8_fp8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight from `widen`, weight_scale float32 [N] -> [T, N] in x's dtype."""
     codes, scale = float8_values(x)
-    return functional.linear(codes.type_as(weight), weight).float().mul_(weight_scale).mul_(scale).type_as(x)
+    return linear(codes.type_as(weight), weight).float().mul_(weight_scale).mul_(scale).type_as(x)
 
 
 def w8a8_fp8_static_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor) -> Tensor:
     """As `w8a8_fp8_cpu`, with one scale for all of x, float32 [1]."""
     codes = _rounded(x.float().div(input_scale).clamp_(-FP8_MAX, FP8_MAX))
-    y = functional.linear(codes.type_as(weight), weight).float()
+    y = linear(codes.type_as(weight), weight).float()
     return y.mul_(weight_scale).mul_(input_scale).type_as(x)

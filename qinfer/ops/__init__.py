@@ -24,7 +24,7 @@ from qinfer.ops.attending import (
     qkv_post,
     write_kv,
 )
-from qinfer.ops.cpu import cpu_paths, onednn_int8_is_exact
+from qinfer.ops.cpu import cpu_paths
 from qinfer.ops.eight_bit import (
     fp8_per_group,
     fp8_per_token,
@@ -97,7 +97,6 @@ __all__ = [
     "keep_ids",
     "kv_dtype",
     "kv_places",
-    "onednn_int8_is_exact",
     "pack_w4a16",
     "pack_w8a8_fp8",
     "pack_w8a8_fp8_block",

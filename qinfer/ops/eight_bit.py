@@ -23,7 +23,6 @@ from qinfer.kernels import w8a8_fp8_cpu as _w8a8_fp8_cpu
 from qinfer.kernels import w8a8_int8 as _w8a8_int8
 from qinfer.kernels import w8a8_int8_cpu as _w8a8_int8_cpu
 from qinfer.kernels.int8_row_cpu import Int8Row
-from qinfer.ops.cpu import onednn_int8_is_exact
 from qinfer.ops.forms import Activations, Codes, Product, whole_or_parts
 
 
@@ -81,9 +80,7 @@ def w8a8_int8(
         if in_parts:
             return whole_or_parts(backend.run(_w8a8_int8.w8a8_int8_parts, *given), x.dtype)
         return backend.run(_w8a8_int8.w8a8_int8_codes, *given, bias)
-    if x.device.type == "cpu" and onednn_int8_is_exact():
-        return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
-    return _w8a8_int8.w8a8_int8(x, weight, weight_scale)
+    return _w8a8_int8_cpu.w8a8_int8_cpu(x, weight, weight_scale)
 
 
 def pack_w8a8_fp8(weight: Tensor, dtype: torch.dtype) -> Tensor:

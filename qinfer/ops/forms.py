@@ -15,7 +15,6 @@ from torch import Tensor
 from qinfer.kernels import int8_row_cpu as _int8_row_cpu
 from qinfer.kernels import sums as _sums
 from qinfer.kernels.int8_row_cpu import Int8Row
-from qinfer.ops.cpu import onednn_int8_is_exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def whole_or_parts(y: Tensor, dtype: torch.dtype) -> Product:
 
 def is_int8_row(codes: torch.dtype | None, x: Tensor) -> bool:
     """Whether x, to become `codes`, is one token on a CPU, of which a product leaves float32."""
-    return codes is torch.int8 and x.shape[0] == 1 and not x.is_cuda and onednn_int8_is_exact()
+    return codes is torch.int8 and x.shape[0] == 1 and not x.is_cuda
 
 
 def as_row(codes: torch.dtype | None, x: Activations) -> Activations:

@@ -6,7 +6,7 @@ import torch
 
 import qinfer as package
 from qinfer import backend
-from qinfer.ops import cpu
+from qinfer.kernels import linear_cpu
 from qinfer.quant import SCHEMES
 
 
@@ -35,11 +35,14 @@ def test_doctor_says_that_the_cache_cannot_be_written(qinfer, monkeypatch, tmp_p
     assert f"{tmp_path}/file/cache (0 B; it cannot be written: set QINFER_CACHE to a folder that can)" in out
 
 
-def test_doctor_says_when_int8_would_be_slow(qinfer, monkeypatch):
-    monkeypatch.setattr(cpu, "onednn_int8_is_exact", lambda: False)
+def test_doctor_says_which_products_are_made_in_float32(qinfer, monkeypatch):
+    for name in ("has_int8_product", "has_bfloat16_product"):
+        monkeypatch.setattr(linear_cpu, name, lambda: False)
+    paths = json.loads(qinfer("doctor", "--json").stdout)["cpu_paths"]
+    assert "float32: no instructions for int8 here" in paths["w8a8-int8"]
+    assert "in float32 for 8 rows of bfloat16 or more" in paths["dense"]
     out = qinfer("doctor").stdout
     assert "op w8a8-int8" in out
-    assert "saturates" in out
     assert package.__version__ in out
 
 

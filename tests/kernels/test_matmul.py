@@ -1,6 +1,5 @@
 """Fast CPU products against their meaning in plain torch; int8 ones give the same integers."""
 
-import logging
 
 import pytest
 import torch
@@ -133,20 +132,6 @@ def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(num_tokens, bad):
     assert not torch.isfinite(y[-1]).any()
     assert torch.equal(y[:-1], clean[:-1])
     assert not torch.isfinite(w8a8_int8.w8a8_int8(x, weight, torch.ones(32))[-1]).any()
-
-
-def test_a_processor_that_saturates_runs_the_meaning_and_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(w8a8_int8_cpu, "gives_exact_integers", lambda: False)
-    ops.onednn_int8_is_exact.cache_clear()
-    try:
-        weight = random_int8(16, 32)
-        x = normal(3, 32)
-        with caplog.at_level(logging.WARNING):
-            y = ops.w8a8_int8(x, ops.pack_w8a8_int8(weight), torch.ones(16))
-        assert "w8a8_int8" in caplog.text
-        assert torch.equal(y, w8a8_int8.w8a8_int8(x, weight, torch.ones(16)))
-    finally:
-        ops.onednn_int8_is_exact.cache_clear()
 
 
 @dtypes
