@@ -67,11 +67,9 @@ class Linear:
         dtype: torch.dtype,
     ) -> Linear:
         """Gate and up, two shards or one: in turns where `gated` is faster so, and has what it takes."""
-        eight_bit = CODES[shards[0][0].activations] is not None
-        inner = sum(len(tensors["weight"]) for _, tensors in shards) // 2 if eight_bit else 0
-        if device.type == "cpu" or not eight_bit or bias is not None or inner % ops.TURN:
+        if not takes_turns(shards, bias, device):
             return cls(shards, bias, device=device, dtype=dtype)
-        linear = cls(alternating(shards, inner, ops.TURN), device=device, dtype=dtype)
+        linear = cls(alternating(shards, ops.TURN), device=device, dtype=dtype)
         linear.turn = ops.TURN
         return linear
 
@@ -103,14 +101,25 @@ class Linear:
         return x.to(self.dtype) if isinstance(x, Tensor) else x
 
 
-def alternating(shards: Sequence[FileTensors], inner: int, turn: int) -> list[FileTensors]:
-    """Two shards of `inner` outputs each, or one of both, as shards of `turn` outputs of each in turn."""
-    scheme = shards[0][0]
+def takes_turns(shards: Sequence[FileTensors], bias: Tensor | None, device: torch.device) -> bool:
+    """Whether the product with these gates and ups has its activation in it."""
+    if device.type == "cpu" or bias is not None or CODES[shards[0][0].activations] is None:
+        return False
+    return _outputs(shards) % (2 * ops.TURN) == 0
+
+
+def alternating(shards: Sequence[FileTensors], turn: int) -> list[FileTensors]:
+    """Gate and up, two shards or one of both, as shards of `turn` outputs of each in turn."""
+    scheme, inner = shards[0][0], _outputs(shards) // 2
     halves = [tensors for _, tensors in shards]
     if len(halves) == 1:
         halves = [_rows(halves[0], 0, inner), _rows(halves[0], inner, 2 * inner)]
     starts = range(0, inner, turn)
     return [(scheme, _rows(half, start, start + turn)) for start in starts for half in halves]
+
+
+def _outputs(shards: Sequence[FileTensors]) -> int:
+    return sum(len(tensors["weight"]) for _, tensors in shards)
 
 
 def _rows(tensors: Mapping[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:

@@ -92,7 +92,7 @@ def test_a_linear_of_alternating_shards(scheme) -> None:
     y_gate, y_up = (Linear([(scheme, t)], device=cpu, dtype=torch.float32)(x) for t in (gate, up))
     whole = scheme.fuse([gate, up])
     for shards in ([(scheme, gate), (scheme, up)], [(scheme, whole)]):
-        linear = Linear(alternating(shards, 192, TURN), device=cpu, dtype=torch.float32)
+        linear = Linear(alternating(shards, TURN), device=cpu, dtype=torch.float32)
         assert torch.equal(linear(x), in_turns(y_gate, y_up, TURN, 1))
         # on a CPU the activation has no use for turns
         assert Linear.of_gate_and_up(shards, device=cpu, dtype=torch.float32).turn is None

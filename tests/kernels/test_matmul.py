@@ -1,6 +1,5 @@
 """Fast CPU products against their meaning in plain torch; int8 ones give the same integers."""
 
-
 import pytest
 import torch
 from hypothesis import given, settings
