@@ -246,13 +246,13 @@ class Chain:
 
 def put(search: Search, entry: Entry, before: Rows) -> None:
     """Makes `entry` the row of its table in this process; `before` has the rows for other sizes."""
+    if not before:  # rows in parts go before the op's own
+        before = [(search.upper if " in parts" in search.op else None, entry)]
     table().setdefault(search.op, {})[search.key] = placed(before, search.above, search.upper, entry)
 
 
 def placed(rows: Rows, above: int, upper: int | None, entry: Entry) -> Rows:
-    """The rows with `entry` for sizes past `above`, up to `upper`; where there were none, for all."""
-    if not rows:
-        return [(None, entry)]
+    """The rows with `entry` for sizes past `above`, up to `upper`."""
     smaller = [row for row in rows if bound(row[0]) <= above]
     if above and not any(row[0] == above for row in smaller):
         smaller.append((above, entry_for(rows, above)))
@@ -332,7 +332,7 @@ def tune(scheme: str, step: Step, wanted: tuple[str, ...], path: Path) -> None:
         if not search.op.startswith(wanted):
             continue
         changed = improved(chain, search)
-        if " in parts" in search.op:
+        if " in parts" in search.op and search.key in table().get(search.op, {}):
             changed = improved(chain, looking_ahead(search)) or changed
         if changed:
             merge(path, {search.op: {search.key: [list(row) for row in table()[search.op][search.key]]}})

@@ -16,7 +16,8 @@ MAX_ROWS_OF_INT8_OP = 8
 
 def w8a16_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """x [T, K], weight int8 [N, K], weight_scale [N] in x's dtype -> [T, N] in x's dtype."""
-    if x.dtype is torch.bfloat16 and x.shape[0] <= MAX_ROWS_OF_INT8_OP:
+    # of columns that 8 does not divide torch 2.13 reads beyond the end, without AVX-512 at least
+    if x.dtype is torch.bfloat16 and x.shape[0] <= MAX_ROWS_OF_INT8_OP and x.shape[1] % 8 == 0:
         return torch._weight_int8pack_mm(x, weight, weight_scale)
     # Codes are exact in every float dtype that a model has (float16 holds integers up to 2048).
     return linear(x, weight.to(x.dtype)) * weight_scale

@@ -23,6 +23,8 @@ def scale_and_widen(weight: Tensor, weight_scale: Tensor, dtype: torch.dtype) ->
 def w8a8_fp8_block_cpu(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K], weight from `scale_and_widen` -> [T, N] in x's dtype."""
     tokens, columns = x.shape
-    codes, scale = float8_values(functional.pad(x, (0, -columns % GROUP)).view(tokens, -1, GROUP))
-    values = codes.mul_(scale).view(tokens, -1)[:, :columns]
+    groups = -(-columns // GROUP)
+    padded = functional.pad(x, (0, groups * GROUP - columns))
+    codes, scale = float8_values(padded.view(tokens, groups, GROUP))
+    values = codes.mul_(scale).view(tokens, groups * GROUP)[:, :columns]
     return linear(values.type_as(weight), weight).type_as(x)

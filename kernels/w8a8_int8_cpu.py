@@ -33,7 +33,7 @@ def w8a8_int8_cpu(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     codes, scale = scaled(x)
     # of one column torch 2.13 takes [N, 1] transposed for [1, N] and reads beyond it
     if x.shape[1] == 1 or not has_int8_product():
-        sums = integer_sums(codes.round_(), weight)
+        sums = integer_sums(codes.round_().nan_to_num_(0.0), weight)  # a broken row's scale makes NaN of it
     else:
         sums = torch._int_mm(codes.add_(_ROUND).view(torch.int32).char(), weight.t()).float()
     return sums.mul_(weight_scale.float()).mul_(scale).type_as(x)

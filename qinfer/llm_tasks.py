@@ -115,6 +115,10 @@ def _pair(llm: LLM, first: Any, second: Any) -> tuple[list[int], list[int]]:
         raise UserError("data_1 and data_2 must both be texts, or both lists of token ids", "data_2")
     else:
         before, said = list(first), list(second)
+    if first and not before:
+        raise UserError(
+            f"data_1 {first!r} is part of the first token of both together: give lists of token ids", "data_1"
+        )
     for name, ids in (("data_1", before), ("data_2", said)):
         if not ids:
             raise UserError(f"{name} is empty: each needs at least one token", name)

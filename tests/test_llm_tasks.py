@@ -99,6 +99,7 @@ def test_pairs_that_are_none_are_refused(llm: LLM) -> None:
         (["a", "b"], ["c"], "2 of data_1 and 1 of data_2"),
         ("a", "", "data_2 is empty"),
         ("a", [[65]], "both be texts"),
+        ("a", "b", "'a' is part of the first token of both"),
     ):
         with pytest.raises(UserError, match=message):
             llm.score(first, second, use_tqdm=False)

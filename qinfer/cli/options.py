@@ -81,7 +81,7 @@ LoadFormatOption = Annotated[
 SchemeOption = Annotated[
     str | None,
     typer.Option(
-        help="Of dummy weights: dense, w8a8-int8, w4a16, ... as in `quantize`. Default: the model's.",
+        help="Of dummy weights: dense, w8a8-int8 (the preset int8), w4a16, ... Default: the model's.",
         show_default=False,
     ),
 ]

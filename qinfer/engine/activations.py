@@ -70,12 +70,12 @@ def layer_bytes(build: Build, tokens: int) -> int:
     widened = 2 * inner * hidden * item if tokens > WIDENED_ABOVE.get(scheme, tokens) else 0
     pieces = 0 if widened or scheme not in PIECES else PIECES[scheme][tokens > 128]
     stream = tokens * (hidden * (4 * item + code) + 2 * config.head_dim * 4)
-    width = inner if _ends_with_gates(build, tokens) else 2 * inner
-    mlp = max(
-        tokens * (width * item + inner * code),
-        tokens * width * item + widened,
-        tokens * inner * code + pieces,
-    )
+    gate_up = 2 * tokens * inner * item
+    gated = gate_up + tokens * inner * code
+    if _ends_with_gates(build, tokens):  # shorter steps have both
+        few = GATED_ABOVE[scheme] * inner * (2 * item + code)
+        gate_up, gated = gate_up // 2, max(tokens * inner * (item + code), few)
+    mlp = max(gated, gate_up + widened, tokens * inner * code + pieces)
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     attention = tokens * heads * item + max(_wide_pages(build, tokens), pieces)
     return stream + max(mlp, attention)

@@ -283,6 +283,8 @@ def test_only_some_products_end_with_their_gates():
     stream = 4096 * 9 + 1024
     assert of_a_token(int8, 4096) == stream + 14336 * (2 + 1)
     assert of_a_token(int8, 256) == stream + 14336 * (4 + 1)
+    sizes = [activations.layer_bytes(int8, tokens) for tokens in range(200, 600)]
+    assert sizes == sorted(sizes)  # the limit of a step's tokens holds for shorter ones too
     for odd in (
         int8._replace(config=dataclasses.replace(LLAMA_31_8B, mlp_bias=True)),
         int8._replace(config=dataclasses.replace(LLAMA_31_8B, intermediate_size=14336 - 32)),

@@ -62,10 +62,12 @@ def test_one_row_too() -> None:
 
 
 @pytest.mark.usefixtures("_without_instructions")
-def test_a_broken_row_harms_no_other() -> None:
-    x, weight = torch.randn(9, 1100), random_int8(16, 1100)
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("columns", [64, 1100])
+def test_a_broken_row_harms_no_other(columns: int, broken: float) -> None:
+    x, weight = torch.randn(9, columns), random_int8(16, columns)
     clean = w8a8_int8_cpu.w8a8_int8_cpu(x, weight, torch.ones(16))
-    x[4, 1050] = float("nan")
+    x[4, columns - 9] = broken
     y = w8a8_int8_cpu.w8a8_int8_cpu(x, weight, torch.ones(16))
     assert y[4].isnan().all()
     assert torch.equal(y[torch.arange(9) != 4], clean[torch.arange(9) != 4])

@@ -133,6 +133,15 @@ def test_a_row_that_is_not_finite_stays_so_and_harms_no_other(num_tokens, bad):
     assert not torch.isfinite(w8a8_int8.w8a8_int8(x, weight, torch.ones(32))[-1]).any()
 
 
+@pytest.mark.parametrize("columns", [1, 33, 1025])
+def test_weight_only_int8_of_odd_columns(columns):
+    """Where torch's own op read past the end."""
+    weight, scale = random_int8(17, columns), (normal(17).abs() / 100).bfloat16()
+    x = normal(5, columns).bfloat16()
+    expected = w8a16_int8.w8a16_int8(x.float(), weight, scale.float())
+    assert error_ratio(ops.w8a16_int8(x, weight, scale), expected) < ROUNDING[torch.bfloat16]
+
+
 @dtypes
 @pytest.mark.parametrize("num_tokens", [1, 2, w8a16_int8_cpu.MAX_ROWS_OF_INT8_OP, 9, 40])
 def test_weight_only_int8_is_the_meaning(dtype, num_tokens):
