@@ -20,25 +20,28 @@ def gelu_mul_parts(gate_up: Tensor, dtype: torch.dtype) -> Tensor:
 
 def silu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """As its meaning; with codes, rows longer than 32768 are declined."""
-    return _coded(gate_up, torch.int8, gelu=False)
+    return coded(gate_up, torch.int8, gelu=False)
 
 
 def silu_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """As its meaning."""
-    return _coded(gate_up, torch.float8_e4m3fn, gelu=False)
+    return coded(gate_up, torch.float8_e4m3fn, gelu=False)
 
 
 def gelu_mul_int8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """As its meaning."""
-    return _coded(gate_up, torch.int8, gelu=True)
+    return coded(gate_up, torch.int8, gelu=True)
 
 
 def gelu_mul_fp8(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """As its meaning."""
-    return _coded(gate_up, torch.float8_e4m3fn, gelu=True)
+    return coded(gate_up, torch.float8_e4m3fn, gelu=True)
 
 
-def _coded(gate_up: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Tensor]:
-    codes, scale = run(gate_up, dtype, gelu=gelu)
+def coded(
+    gate_up: Tensor, dtype: torch.dtype, *, gelu: bool, turn: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes of `dtype` [T, I] and scale float32 [T, 1]; turn: as in `activation`."""
+    codes, scale = run(gate_up, dtype, gelu=gelu, turn=turn)
     assert scale is not None
     return codes, scale

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qinfer.kernels import activation_triton
+from qinfer.kernels.fused_activation_triton import coded
 from qinfer.kernels.gated_product import TURN
 from qinfer.kernels.quantize_per_token_triton import fp8_per_token, int8_per_token
 from qinfer.kernels.w8a8_triton import multiply
@@ -29,7 +30,7 @@ def gated_to_int8(
 ) -> tuple[Tensor, Tensor]:
     """As its meaning; declines a weight that does not lie in panels, and rows longer than 32768."""
     product, whole = _product(codes, scale, weight, weight_scale, dtype, gelu=gelu)
-    return int8_per_token(product) if whole else _coded(product, torch.int8, gelu=gelu)
+    return int8_per_token(product) if whole else coded(product, torch.int8, gelu=gelu, turn=TURN)
 
 
 def gated_to_fp8(
@@ -37,7 +38,7 @@ def gated_to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """As its meaning; declines a weight that does not lie in panels, and rows longer than 32768."""
     product, whole = _product(codes, scale, weight, weight_scale, dtype, gelu=gelu)
-    return fp8_per_token(product) if whole else _coded(product, torch.float8_e4m3fn, gelu=gelu)
+    return fp8_per_token(product) if whole else coded(product, torch.float8_e4m3fn, gelu=gelu, turn=TURN)
 
 
 def _product(
@@ -50,9 +51,3 @@ def _product(
     gate = None if not whole else "gelu" if gelu else "silu"
     given = codes, scale, weight, weight_scale, dtype, None
     return multiply.run(entry, *given, in_parts=True, gate=gate), whole
-
-
-def _coded(product: Tensor, dtype: torch.dtype, *, gelu: bool) -> tuple[Tensor, Tensor]:
-    codes, scale = activation_triton.run(product, dtype, gelu=gelu, turn=TURN)
-    assert scale is not None
-    return codes, scale

@@ -28,7 +28,7 @@ _BFLOAT16 = ("avx512_f", "avx512_bf16", "avx_ne_convert", "amx_bf16", "bf16", "s
 def has_int8_product() -> bool:
     """Whether `torch._int_mm` is fast on this processor and gives the exact integers.
 
-    Instructions before VNNI may saturate at 16 bits.
+    Instructions before VNNI may saturate at 16 bits. What ARM processors do was not measured: float32 there.
     """
     if not _has_one_of(_INT8):
         return False
@@ -40,7 +40,7 @@ def has_int8_product() -> bool:
 
 @cache
 def has_bfloat16_product() -> bool:
-    """Whether torch's products of bfloat16 are fast on this processor; with AVX-512 they are fast enough."""
+    """Whether torch's products of bfloat16 are left to it; AVX-512 without more was not measured, and is."""
     return _has_one_of(_BFLOAT16)
 
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn
 TOKENS = (1, 2, 7, 16, 17, 33, 64, 65, 128, 129, 255, 257, 512, 1000, 4097)
 SHAPES = ((64, 128), (192, 896), (4864, 896), (1536, 2064), (14336, 4096))  # inner, columns
-BOUND = {torch.bfloat16: 6e-3, torch.float16: 6e-3, torch.float32: 6e-3}  # float8 sums have about 14 bits
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LIMIT = 6e-3  # of float8 sums, which have about 14 bits
 KINDS = (
     {"BM": 128, "BN": 128, "STAGES": 6, "GROUP": 2, "SPLITS": 1, "EARLY": 1, "num_warps": 4},
     {"BM": 128, "BN": 256, "STAGES": 4, "GROUP": 16, "SPLITS": 1, "EARLY": 1, "num_warps": 4},
@@ -40,9 +41,9 @@ def inputs(kind: torch.dtype, m: int, inner: int, k: int) -> tuple[Tensor, Tenso
             return torch.randint(-128, 128, shape, dtype=kind, device="cuda")
         return torch.randn(*shape, device="cuda").to(kind)
 
-    small = (2e-5 if kind is torch.int8 else 2.0) / math.sqrt(k)
+    small = (4e-4 if kind is torch.int8 else 2.0) / math.sqrt(k)
     scale = torch.rand(m, 1, device="cuda") + 0.5
-    weight_scale = (torch.rand(2 * inner, device="cuda") + 0.5) * small * (20 if kind is torch.int8 else 1)
+    weight_scale = (torch.rand(2 * inner, device="cuda") + 0.5) * small
     return codes(m, k), scale, codes(2 * inner, k), weight_scale
 
 
@@ -70,10 +71,10 @@ def test_against_float64(inner, k, kind, gelu) -> None:
         codes, scale, weight, weight_scale = inputs(kind, m, inner, k)
         expected = exact(codes, scale, weight, weight_scale, gelu=gelu)
         given = codes, scale, to_panels(weight), weight_scale
-        for dtype, bound in BOUND.items():
+        for dtype in DTYPES:
             y = gated_product_triton.gated(*given, dtype, gelu=gelu)
             assert y.dtype is dtype
-            assert error_ratio(y, expected) < bound, m
+            assert error_ratio(y, expected) < LIMIT, m
             assert torch.equal(y, gated_product_triton.gated(*given, dtype, gelu=gelu)), m
         to_codes = (
             gated_product_triton.gated_to_int8 if kind is torch.int8 else gated_product_triton.gated_to_fp8
@@ -81,7 +82,7 @@ def test_against_float64(inner, k, kind, gelu) -> None:
         values, out_scale = to_codes(*given, torch.bfloat16, gelu=gelu)
         assert values.dtype is kind
         largest = expected.abs().amax(1, keepdim=True) / (127 if kind is torch.int8 else 448)
-        assert error_ratio(out_scale, largest) < 6e-3, m
+        assert error_ratio(out_scale, largest) < LIMIT, m
         check_codes(values, out_scale, expected)
 
 
@@ -95,7 +96,7 @@ def test_every_kind_of_tile(entry, kind) -> None:
             for gate in ("silu", "gelu"):
                 y = w8a8_triton.multiply.run(entry, *given, gate=gate)
                 expected = exact(codes, scale, weight, weight_scale, gelu=gate == "gelu")
-                assert error_ratio(y, expected) < 6e-3, (inner, k, m)
+                assert error_ratio(y, expected) < LIMIT, (inner, k, m)
                 assert torch.equal(y, w8a8_triton.multiply.run(entry, *given, gate=gate))
 
 
@@ -118,7 +119,7 @@ def test_large_gates_close_and_open(kind) -> None:
         y = gated_product_triton.gated(
             codes, scale, to_panels(weight), weight_scale, torch.bfloat16, gelu=gelu
         )
-        assert error_ratio(y, expected) < 6e-3
+        assert error_ratio(y, expected) < LIMIT
 
 
 @pytest.mark.parametrize("m", [1, 40, 700])

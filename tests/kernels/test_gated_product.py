@@ -9,9 +9,11 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from qinfer.engine import activations
 from qinfer.kernels import activation, activation_triton, gated_product, gated_product_triton
 from qinfer.kernels.gated_product import TURN
 from qinfer.kernels.panels import to_panels
+from qinfer.kernels.w8a8_warps_triton import PIECE
 from qinfer.model.linear import Linear, alternating
 from qinfer.quant.w8a8_fp8 import W8A8Fp8
 from qinfer.quant.w8a8_int8 import W8A8Int8
@@ -80,6 +82,11 @@ def test_gated_products(m, k, module, kind, gelu) -> None:
         # the interpreter's rounding to e4m3 loses the carry
         interpreted = DEVICE.type == "cpu" and module is gated_product_triton
         assert error_ratio(floats.cpu().float() * fp8_scale.cpu(), expected) < (0.15 if interpreted else 0.05)
+
+
+def test_all_mean_the_same_turns() -> None:
+    """The kernel's pieces, the weights' turns, and the plan, which knows no torch."""
+    assert PIECE.value == TURN == activations.TURN
 
 
 @pytest.mark.parametrize("scheme", [W8A8Int8(), W8A8Fp8()], ids=lambda scheme: scheme.name)
